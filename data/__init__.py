@@ -1,0 +1,1 @@
+"""Token shards, the loader, tokenizers and corpora. Nothing here knows a model."""

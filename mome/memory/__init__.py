@@ -1,0 +1,1 @@
+"""One file a memory, one protocol, one registry."""

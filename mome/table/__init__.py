@@ -1,0 +1,1 @@
+"""Tables of rows that a step sees only through a working set."""

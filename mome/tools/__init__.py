@@ -1,0 +1,1 @@
+"""Commands over run folders: python -m mome NAME."""
