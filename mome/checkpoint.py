@@ -1,0 +1,109 @@
+"""Checkpoints: a folder a step, whole or not there.
+
+Lives here: writing one atomically, finding the newest whole one, reading it back.
+Not here: what goes into one (train_gpt.py) and what a table's tensors mean (mome/table/).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from mome.errors import UserError
+
+COMPLETE = "COMPLETE"
+KEEP = 2
+
+
+def save(folder: Path, step: int, state: dict[str, Any], tensors: dict[str, dict[str, torch.Tensor]], optimizer: Any) -> Path:
+    """Write `folder`/step_NNNNNN; the marker with the size of every file comes last, then the rename.
+
+    state: JSON values. tensors: one safetensors file a name. optimizer: what torch.save takes.
+    The newest KEEP checkpoints stay. Raises OSError when it cannot be written; then those already there are untouched.
+    """
+    target = folder / f"step_{step:06d}"
+    draft = folder / f".writing_{step:06d}"
+    try:
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir(parents=True)
+        for name, group in tensors.items():
+            save_file({key: value.detach().cpu().contiguous() for key, value in group.items()}, draft / f"{name}.safetensors")
+        torch.save(optimizer, draft / "optimizer.pt")
+        (draft / "state.json").write_text(json.dumps(state))
+        for path in draft.iterdir():
+            sync(path)
+        sizes = {path.name: path.stat().st_size for path in sorted(draft.iterdir())}
+        (draft / COMPLETE).write_text(json.dumps(sizes))
+        sync(draft / COMPLETE)
+        if target.exists():
+            shutil.rmtree(target)
+        os.replace(draft, target)
+        sync(folder)
+    except (OSError, RuntimeError, SafetensorError) as error:
+        # torch.save and safetensors wrap a full disk in errors of their own.
+        shutil.rmtree(draft, ignore_errors=True)
+        reason = str(error).splitlines()[0]
+        raise OSError(f"checkpoint {target}: cannot be written ({reason}); free space or permissions, then --resume") from error
+    for old in whole_checkpoints(folder)[:-KEEP]:
+        shutil.rmtree(old)
+    return target
+
+
+def sync(path: Path) -> None:
+    """Flush a file or folder to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def is_whole(path: Path) -> bool:
+    """Whether the marker is there and every file has the size that it states."""
+    try:
+        sizes = json.loads((path / COMPLETE).read_text())
+        return all((path / name).stat().st_size == size for name, size in sizes.items())
+    except (OSError, ValueError):
+        return False
+
+
+def whole_checkpoints(folder: Path) -> list[Path]:
+    """Whole checkpoints, oldest first."""
+    return [path for path in sorted(folder.glob("step_*")) if is_whole(path)]
+
+
+def newest(folder: Path, log: Callable[[str], None]) -> Path | None:
+    """The newest whole checkpoint, or None; a newer one that is not whole is named and passed over."""
+    for path in sorted(folder.glob("step_*"), reverse=True):
+        if is_whole(path):
+            return path
+        log(f"checkpoint {path.name} is not whole; falling back to the one before")
+    return None
+
+
+class Checkpoint:
+    """A whole checkpoint on disk, read piece by piece."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.state: dict[str, Any] = json.loads((path / "state.json").read_text())
+
+    def file(self, name: str) -> Path:
+        return self.path / f"{name}.safetensors"
+
+    def tensors(self, name: str) -> dict[str, torch.Tensor]:
+        try:
+            return load_file(self.file(name))
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"{self.file(name)}: cannot be read ({error}); resume from another checkpoint") from error
+
+    def optimizer(self) -> Any:
+        return torch.load(self.path / "optimizer.pt", weights_only=True)

@@ -1,0 +1,228 @@
+"""What a run is, as data: frozen dataclasses, JSON in and out, validation.
+
+Lives here: RunConfig and the pieces that no other room owns, and the strict reading of a saved configuration.
+Not here: the presets (mome/presets.py), the command line (train_gpt.py), and what the values do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from mome.errors import UserError
+from mome.gpt import ModelConfig
+from mome.memory import MEMORIES
+from optim.groups import OptimConfig
+from optim.rows import RowRule
+from optim.schedule import Schedule, Stage
+
+
+def require(condition: bool, flag: str, value: Any, remedy: str) -> None:
+    """Raise the one-line error of a value out of range."""
+    if not condition:
+        raise UserError(f"--{flag} {value}: {remedy}")
+
+
+@dataclass(frozen=True)
+class TableConfig:
+    """How the rows of one memory's table are trained."""
+
+    rule: Literal["adam", "adagrad", "sgd"] = "adam"
+    """Row rule: row-wise Adam with beta1 = 0, row-wise Adagrad, or SGD."""
+    lr: float = 0.05
+    """Learning rate before the schedule's multiplier."""
+    beta2: float = 0.98
+    """Decay of the second moment an event (one number a lane; adam only)."""
+    eps: float = 1e-10
+    weight_decay: float = 0.0
+    """Decoupled decay, applied exactly to untouched rows as well, when they are next read."""
+
+    def __post_init__(self):
+        require(self.lr >= 0, "table.NAME.lr", self.lr, "a learning rate is 0 or more")
+        require(0 < self.beta2 < 1, "table.NAME.beta2", self.beta2, "beta2 lies between 0 and 1")
+        require(self.weight_decay >= 0, "table.NAME.weight-decay", self.weight_decay, "a decay is 0 or more")
+
+    def row_rule(self) -> RowRule:
+        return RowRule(kind=self.rule, beta2=self.beta2, eps=self.eps, weight_decay=self.weight_decay)
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    """Batch, windows, learning rate and momentum over the steps of a run."""
+
+    stages: Annotated[tuple[Stage, ...], tyro.conf.Suppress] = (Stage(share=1.0, rows=8, windows=(128, 256)),)
+    """Set by the preset: each stage has its share of the steps, rows a step, windows and learning rate."""
+    cooldown: float = 0.5
+    """Share of the steps over which the learning rate goes down to `floor`."""
+    floor: float = 0.1
+    """Learning rate multiplier at the end."""
+    warmup: int = 0
+    """Steps over which the learning rate goes up from 0."""
+    shape: Literal["linear", "cosine"] = "linear"
+    """Form of the cooldown."""
+    momentum: tuple[float, float] = (0.85, 0.95)
+    """Muon momentum: at the start (and at the end), and between."""
+    momentum_warmup: int = 50
+    """Steps from the first momentum to the second."""
+    momentum_cooldown: int = 20
+    """Steps back to the first momentum at the end."""
+
+    def __post_init__(self):
+        require(0 <= self.cooldown <= 1, "schedule.cooldown", self.cooldown, "a share lies between 0 and 1")
+        require(0 <= self.floor <= 1, "schedule.floor", self.floor, "a multiplier lies between 0 and 1")
+        require(self.warmup >= 0, "schedule.warmup", self.warmup, "a number of steps is 0 or more")
+
+
+MemoryConfigs = dataclasses.make_dataclass(
+    "MemoryConfigs",
+    [(name, memory.Config, field(default_factory=memory.Config)) for name, memory in MEMORIES.items()],
+    frozen=True,
+)
+MemoryConfigs.__doc__ = "The configuration of each memory in the registry."
+TableConfigs = dataclasses.make_dataclass(
+    "TableConfigs", [(name, TableConfig, field(default_factory=TableConfig)) for name in MEMORIES], frozen=True
+)
+TableConfigs.__doc__ = "How the rows of each memory in the registry are trained."
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """A run. Everything that changes its result is here; nothing else does."""
+
+    preset: Annotated[str, tyro.conf.Suppress] = ""
+    steps: int = 200
+    """Optimizer steps. A shorter run is a whole run: the schedule scales with it."""
+    seed: int = 0
+    """Of the initial weights, the tables and the order of the data."""
+    memories: tuple[str, ...] = ()
+    """Which memories are on: any of routed, ngram, value; none: the flag alone."""
+    tokenizer: str = "local"
+    """local (the built-in corpus), gpt2, or a tokenizer.json made by data.tokenize."""
+    train_glob: str = ""
+    """Training shards (.bin); empty: the built-in corpus."""
+    val_glob: str = ""
+    """Validation shards (.bin); empty: the built-in corpus."""
+    row_tokens: int = 512
+    """Tokens of a packed micro-row."""
+    micro_batch: int = 8
+    """Micro-rows in one forward pass; a step accumulates over as many passes as it needs."""
+    cycle: int = 1
+    """Steps that share one working set; tables are updated at its end."""
+    tails: Literal["keep", "drop"] = "keep"
+    """What is past the document cap: trained on as a document of its own, or dropped (the speedrun's rule)."""
+    shuffle: bool = True
+    """Documents in an order drawn from the seed, or in file order."""
+    on_exhausted: Literal["repeat", "stop"] = "repeat"
+    """At the end of the data: the next epoch, or stop."""
+    val_every: int = 50
+    """Steps between validations (0: only at the end)."""
+    val_rows: int = 64
+    """Rows of the validations on the way, evenly spread over the shards."""
+    final_val_rows: int = 0
+    """Rows of the last validation (0: all)."""
+    save_every: int = 100
+    """Steps between checkpoints (0: only at the end)."""
+    sample_tokens: int = 64
+    """Length of the sample at the end (0: none)."""
+    runs_dir: Path = Path("runs")
+    """Where the run's folder is made."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    memory: MemoryConfigs = field(default_factory=MemoryConfigs)
+    table: TableConfigs = field(default_factory=TableConfigs)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+
+    def __post_init__(self):
+        for name in ("steps", "row_tokens", "micro_batch", "cycle"):
+            require(getattr(self, name) >= 1, flag_of(name), getattr(self, name), "give a whole number of 1 or more")
+        for name in ("seed", "val_every", "val_rows", "final_val_rows", "save_every", "sample_tokens"):
+            require(getattr(self, name) >= 0, flag_of(name), getattr(self, name), "give a whole number of 0 or more")
+        require(self.val_rows >= 1, "val-rows", self.val_rows, "give a whole number of 1 or more")
+        for name in self.memories:
+            if name not in MEMORIES:
+                raise UserError(f"--memories {name}: no such memory{nearest(name, MEMORIES)}; there are {', '.join(MEMORIES)}")
+        require(len(set(self.memories)) == len(self.memories), "memories", self.memories, "name each memory once")
+        if self.model.kind == "plain":
+            require(not self.memories, "memories", self.memories, "the plain model has no plug points for a memory")
+        require(
+            self.row_tokens <= self.model.max_tokens, "row-tokens", self.row_tokens,
+            f"the model takes at most {self.model.max_tokens} tokens; raise --model.max-tokens",
+        )
+        if bool(self.train_glob) != bool(self.val_glob):
+            raise UserError("--train-glob and --val-glob go together: give both, or neither for the built-in corpus")
+
+    def make_schedule(self) -> Schedule:
+        """The schedule over this run's steps."""
+        plan = self.schedule
+        return Schedule(
+            plan.stages, self.steps, self.row_tokens, cooldown_share=plan.cooldown, floor=plan.floor,
+            warmup_steps=plan.warmup, momentum=(*plan.momentum, plan.momentum_warmup, plan.momentum_cooldown),
+            kind=plan.shape,
+        )  # fmt: skip
+
+
+def flag_of(name: str) -> str:
+    return name.replace("_", "-")
+
+
+def nearest(word: str, known) -> str:
+    """' (did you mean X?)' for the known word nearest to this one, or nothing."""
+    match = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f" (did you mean {match[0]}?)" if match else ""
+
+
+def to_dict(config: RunConfig) -> dict[str, Any]:
+    """The configuration as plain JSON values."""
+    return _plain(dataclasses.asdict(config))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+def from_dict(kind: type, values: dict[str, Any], where: str = "") -> Any:
+    """A dataclass from plain JSON values; an unknown key is refused with the nearest known one."""
+    hints = typing.get_type_hints(kind)
+    unknown = [key for key in values if key not in hints]
+    if unknown:
+        raise UserError(f"config: unknown key {where}{unknown[0]}{nearest(unknown[0], hints)}")
+    return kind(**{key: _typed(hints[key], value, f"{where}{key}.") for key, value in values.items()})
+
+
+def _typed(hint: Any, value: Any, where: str) -> Any:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if dataclasses.is_dataclass(hint):
+        return from_dict(hint, value, where)
+    if origin in (typing.Union, types.UnionType):
+        if value is None:
+            return None
+        # A union's first member that takes the value: tuples before text, as JSON tells the two apart.
+        fits = [arm for arm in args if (typing.get_origin(arm) is tuple) == isinstance(value, list)]
+        return _typed(fits[0], value, where) if fits else value
+    if origin is tuple:
+        kinds = [args[0]] * len(value) if args[-1] is Ellipsis else args
+        return tuple(_typed(one, item, where) for one, item in zip(kinds, value, strict=True))
+    return Path(value) if hint is Path else value
+
+
+def differences(one: dict[str, Any], other: dict[str, Any], where: str = "") -> list[str]:
+    """Lines 'key: a -> b' for what differs between two saved configurations."""
+    lines = []
+    for key in sorted({*one, *other}):
+        a, b = one.get(key), other.get(key)
+        if isinstance(a, dict) and isinstance(b, dict):
+            lines += differences(a, b, f"{where}{key}.")
+        elif a != b:
+            lines.append(f"{where}{key}: {a} -> {b}")
+    return lines

@@ -1,0 +1,75 @@
+"""Validation: nats a token and bits a byte over validation rows, and the same with the memory knocked out.
+
+Lives here: the one evaluation loop, never sampled, which changes nothing that training sees.
+Not here: where the rows come from (data/loader.py).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from data.loader import validation_rows
+from data.shards import Shard
+from mome.loss import token_nats
+from mome.run import Parts, gather
+
+KNOCKOUTS = ("full", "off", "mean_row", "shuffled_rows", "swapped_routes")
+
+
+@dataclass(frozen=True)
+class Score:
+    """val_loss: mean nats over all tokens. val_bpb: bits a byte over tokens that stand for text; None without byte counts."""
+
+    val_loss: float
+    val_bpb: float | None
+    tokens: int
+
+
+@torch.no_grad()
+def evaluate(
+    parts: Parts, shards: list[Shard], token_bytes_V: Tensor, bos: int, windows: tuple[int, int], *,
+    row_tokens: int, rows: int, batch_rows: int, dtype: torch.dtype, knockout: str = "full",
+) -> Score:  # fmt: skip
+    """Score the model on `rows` evenly spread validation rows of `row_tokens` tokens (0: all of them).
+
+    Special tokens stand for no bytes: they count in val_loss and not in val_bpb.
+    knockout: 'full', or what is put in the memory's place: 'off' nothing, 'mean_row' the mean of each table's touched rows,
+    'shuffled_rows' each row exchanged for another one of the batch, 'swapped_routes' routers and gates looking at another micro-row.
+    """
+    device = next(parts.model.parameters()).device
+    token_bytes_V = token_bytes_V.to(device)
+    nats = text_nats = torch.zeros((), dtype=torch.float64, device=device)
+    tokens = text_bytes = 0
+    generator = torch.Generator().manual_seed(0)
+    for batch in validation_rows(shards, row_tokens, rows or None, bos, batch_rows=batch_rows):
+        tokens_BT, targets_BT, docs_BT = batch.tokens.to(device), batch.targets.to(device), batch.docs.to(device)
+        ids = parts.row_ids(tokens_BT)
+        gathered = {} if knockout == "off" else gather(parts.pull([ids], grad=False), ids, dtype)
+        for name, rows_BTRLD in gathered.items():
+            if knockout == "mean_row":
+                rows_BTRLD.copy_(parts.tables[name].mean_row().to(dtype).expand_as(rows_BTRLD))
+            elif knockout == "shuffled_rows":
+                gathered[name] = shuffle(rows_BTRLD, generator)
+        hidden_BTD = parts.model(
+            tokens_BT, docs_BT, parts.payloads(gathered, tokens_BT), windows=windows, swap_routes=knockout == "swapped_routes"
+        )
+        nats_BT = token_nats(hidden_BTD, parts.model.head, targets_BT, softcap=parts.model.softcap).double()
+        valid_BT = targets_BT >= 0
+        bytes_BT = token_bytes_V[targets_BT.clamp(min=0)] * valid_BT
+        nats = nats + nats_BT.sum()
+        text_nats = text_nats + (nats_BT * (bytes_BT > 0)).sum()
+        tokens += int(valid_BT.sum())
+        text_bytes += int(bytes_BT.sum())
+    bpb = float(text_nats) / (math.log(2) * text_bytes) if text_bytes else None
+    return Score(float(nats) / tokens, bpb, tokens)
+
+
+def shuffle(rows_BTRLD: Tensor, generator: torch.Generator) -> Tensor:
+    """The positions' rows in another order, each read (order of n-gram) among its own kind."""
+    flat = rows_BTRLD.flatten(0, 1)
+    order = torch.randperm(len(flat), generator=generator).to(flat.device)
+    return flat.index_select(0, order).view_as(rows_BTRLD)

@@ -1,0 +1,53 @@
+"""What a person sees while a run goes on: a bar on a terminal, plain lines elsewhere.
+
+Lives here: one reporter with the same calls for both.
+Not here: what is logged to the run's folder (mome/runfolder.py).
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+SECONDS_BETWEEN_LINES = 5.0
+
+
+class Reporter:
+    """Shows steps of a run of `steps` steps, of which `done` are done."""
+
+    def __init__(self, steps: int, done: int):
+        self.steps = steps
+        self.console = Console(file=sys.stdout, highlight=False)
+        self.started, self.done_at_start, self.last_line = time.perf_counter(), done, 0.0
+        self.bar = None
+        if self.console.is_terminal:
+            columns = (MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[text]}"), TimeRemainingColumn())
+            self.bar = Progress(*columns, console=self.console)
+            self.task = self.bar.add_task("", total=steps, completed=done, text="")
+            self.bar.start()
+
+    def say(self, text: str) -> None:
+        """A line that stays."""
+        if self.bar:
+            self.bar.console.print(text, markup=False)
+        else:
+            print(text, flush=True)
+
+    def step(self, step: int, loss: float, tokens_per_second: float, rows: int) -> None:
+        """A step is done: its loss in nats, the rate, the table rows touched in its cycle."""
+        text = f"loss {loss:.4f}  {tokens_per_second:,.0f} tokens/s  {rows:,} rows"
+        if self.bar:
+            self.bar.update(self.task, completed=step, text=text)
+            return
+        now = time.perf_counter()
+        if now - self.last_line >= SECONDS_BETWEEN_LINES or step in (1, self.steps):
+            self.last_line = now
+            left = (now - self.started) / max(step - self.done_at_start, 1) * (self.steps - step)
+            print(f"step {step}/{self.steps}  {text}  {left:,.0f} s to go", flush=True)
+
+    def close(self) -> None:
+        if self.bar:
+            self.bar.stop()

@@ -1,0 +1,193 @@
+"""What trainer and tools share: a model with its tables, from a configuration or from a run's folder.
+
+Lives here: the corpus a configuration names, building the parts, one forward pass with memory rows, loading a run.
+Not here: the training loop (train_gpt.py), validation (mome/evaluate.py), sampling (mome/generate.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import data.local
+from data.errors import DataError
+from data.loader import RowPlan
+from data.shards import Shard, find_shards, fingerprint
+from data.tokenizer import Tokenizer, load_tokenizer
+from mome.checkpoint import Checkpoint, newest
+from mome.config import RunConfig
+from mome.errors import UserError
+from mome.gpt import GPT
+from mome.memory import MEMORIES, Memory, ModelShape
+from mome.plain import PlainGPT
+from mome.runfolder import RunFolder
+from mome.table.file import FileTable
+from mome.table.rows import RowTable, WorkingSet
+
+CACHE = Path(__file__).resolve().parent.parent / ".cache"
+
+
+@dataclass
+class Corpus:
+    """Opened and checked token data."""
+
+    tokenizer: Tokenizer
+    train: list[Shard]
+    val: list[Shard]
+    fingerprint: str
+
+
+def open_corpus(config: RunConfig, log: Callable[[str], None]) -> Corpus:
+    """The shards and the tokenizer that a configuration names; the built-in corpus is made when it is missing."""
+    if config.train_glob:
+        tokenizer = load_tokenizer(config.tokenizer)
+        train_glob, val_glob = config.train_glob, config.val_glob
+    elif config.tokenizer == "local":
+        local = data.local.build(CACHE / "local", log)
+        tokenizer = load_tokenizer(local.tokenizer_path)
+        train_glob, val_glob = local.train_glob, local.val_glob
+    else:
+        raise UserError(f"preset {config.preset} trains on your shards: give --train-glob and --val-glob (python -m data.tokenize makes them)")
+    train, val = (find_shards(pattern, what) for pattern, what in ((train_glob, "training"), (val_glob, "validation")))
+    shards = {path: Shard(path, tokenizer.vocab_size) for path in [*train, *val]}
+    for shard in shards.values():
+        shard.scan_max()
+    return Corpus(tokenizer, [shards[path] for path in train], [shards[path] for path in val], fingerprint([*train, *val]))
+
+
+@dataclass
+class Parts:
+    """A model and the tables that its memories read."""
+
+    model: GPT | PlainGPT
+    memories: dict[str, Memory]
+    tables: dict[str, RowTable | FileTable]
+
+    def row_ids(self, tokens_BT: Tensor, history_BH: Tensor | None = None) -> dict[str, Tensor]:
+        """Row ids [B, T, reads] of every memory; history: the ids before each micro-row, -1 where there are none."""
+        return {name: memory.row_ids(tokens_BT, self._tail(memory, history_BH)) for name, memory in self.memories.items()}
+
+    def _tail(self, memory: Memory, history_BH: Tensor | None) -> Tensor | None:
+        return None if history_BH is None else history_BH[:, history_BH.shape[1] - memory.history :]
+
+    def payloads(self, rows: Mapping[str, Tensor], tokens_BT: Tensor, history_BH: Tensor | None = None) -> dict[str, Any]:
+        """What each memory makes of its gathered rows [B, T, reads, lanes, dim], once a forward pass."""
+        return {
+            name: self.memories[name].prepare(rows_BTRLD, tokens_BT, self._tail(self.memories[name], history_BH))
+            for name, rows_BTRLD in rows.items()
+        }
+
+    def pull(self, ids: Sequence[Mapping[str, Tensor]], *, grad: bool) -> dict[str, WorkingSet]:
+        """A working set a table, for the ids of one or more steps."""
+        return {name: table.pull([step[name] for step in ids], grad=grad) for name, table in self.tables.items()}
+
+
+def gather(sets: Mapping[str, WorkingSet], ids: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Rows of the working sets [*ids.shape, lanes, dim] in the compute dtype, as autograd sees them."""
+    rows = {}
+    for name, one in sets.items():
+        slots = one.slots_of(ids[name])
+        picked = one.rows.index_select(0, slots.flatten())
+        rows[name] = picked.view(*slots.shape, *one.rows.shape[1:]).to(dtype)
+    return rows
+
+
+def vocabulary_size(config: RunConfig) -> int:
+    """Tokens in the vocabulary, without building the built-in corpus."""
+    if config.tokenizer == "local" and not config.train_glob:
+        return data.local.VOCAB_SIZE
+    return load_tokenizer(config.tokenizer).vocab_size
+
+
+def build_model(config: RunConfig, vocab_size: int, bos: int) -> tuple[GPT | PlainGPT, dict[str, Memory]]:
+    """Backbone and memories with their initial dense weights, a function of the configuration and its seed alone."""
+    if config.model.kind == "plain":
+        torch.manual_seed(config.seed)
+        return PlainGPT(config.model, vocab_size), {}
+    model = config.model
+    shape = ModelShape(model.layers, model.width, model.heads, model.width // model.heads, vocab_size, bos)
+    torch.manual_seed(config.seed)
+    memories = {name: MEMORIES[name](getattr(config.memory, name), shape, seed=config.seed) for name in config.memories}
+    # The backbone draws from a stream of its own, so that switching a memory on leaves it as it was.
+    torch.manual_seed(config.seed)
+    return GPT(model, vocab_size, memories), memories
+
+
+def build(config: RunConfig, vocab_size: int, bos: int, device: torch.device | str = "cpu") -> Parts:
+    """Model and tables with their initial values."""
+    model, memories = build_model(config, vocab_size, bos)
+    tables = {
+        name: RowTable(memory.spec, getattr(config.table, name).row_rule(), seed=config.seed, device=device, name=name)
+        for name, memory in memories.items()
+    }
+    return Parts(model.to(device), memories, tables)
+
+
+def pick_device() -> tuple[torch.device, torch.dtype, str]:
+    """Where to compute, in which dtype, and why."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu"), torch.float32, "no CUDA device: float32 on the CPU, the same on every CPU"
+    device = torch.device("cuda", torch.cuda.current_device())
+    if torch.cuda.get_device_capability(device) >= (8, 0):
+        return device, torch.bfloat16, "CUDA compute capability 8.0 or later has bfloat16 matrix units"
+    return device, torch.float32, "this CUDA device has no bfloat16 matrix units"
+
+
+@dataclass
+class LoadedRun:
+    """A run read back from its folder."""
+
+    folder: RunFolder
+    config: RunConfig
+    parts: Parts
+    tokenizer: Tokenizer
+    step: int
+
+
+def load_run(path: Path, log: Callable[[str], None] = print) -> LoadedRun:
+    """The newest whole checkpoint of a run, for reading: on the CPU in float32, its tables left in their files."""
+    folder = RunFolder.open(path)
+    config = folder.config()
+    tokenizer = folder_tokenizer(folder, config)
+    whole = newest(folder.checkpoints, log)
+    if whole is None:
+        raise UserError(f"{folder.path}: no whole checkpoint yet; go on with: python train_gpt.py --resume {folder.path}")
+    checkpoint = Checkpoint(whole)
+    model, memories = build_model(config, tokenizer.vocab_size, tokenizer.bos)
+    load_model(model, checkpoint)
+    tables = {
+        name: FileTable(memory.spec, [checkpoint.file(f"table_{name}")], getattr(config.table, name).weight_decay)
+        for name, memory in memories.items()
+    }
+    return LoadedRun(folder, config, Parts(model.requires_grad_(False), memories, tables), tokenizer, checkpoint.state["step"])
+
+
+def folder_tokenizer(folder: RunFolder, config: RunConfig) -> Tokenizer:
+    """The tokenizer kept in a run's folder (GPT-2's is named, not kept)."""
+    if config.tokenizer == "gpt2":
+        return load_tokenizer("gpt2")
+    kept = folder.path / "tokenizer.json"
+    if not kept.is_file():
+        raise DataError(f"{kept} is missing; copy the run's tokenizer.json back into its folder")
+    return load_tokenizer(kept)
+
+
+def load_model(model: nn.Module, checkpoint: Checkpoint) -> None:
+    """Fill a model from a checkpoint; one of another shape is refused by the first tensor that differs."""
+    own, saved = model.state_dict(), checkpoint.tensors("model")
+    for name in sorted({*own, *saved}):
+        if name not in own or name not in saved or own[name].shape != saved[name].shape:
+            shapes = [tuple(group[name].shape) if name in group else "none" for group in (saved, own)]
+            raise UserError(f"{checkpoint.path}: {name} has shape {shapes[0]}, the model wants {shapes[1]}; it belongs to another configuration")
+    model.load_state_dict(saved)
+
+
+def row_plan(config: RunConfig, step: int) -> RowPlan:
+    """What a step is made of."""
+    now = config.make_schedule().at(min(step, config.steps - 1))
+    return RowPlan(rows=now.rows, tokens=now.tokens, document_cap=now.document_cap)

@@ -1,0 +1,192 @@
+"""A run's folder: its files, each written whole, and the numbers a step.
+
+Lives here: making and reopening the folder, config, environment, metrics, result, the zipped source.
+Not here: checkpoints (mome/checkpoint.py), the plot and the page (mome/tools/report.py).
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import json
+import math
+import os
+import platform
+import subprocess
+import sys
+import time
+import zipfile
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from data.tokenizer import Tokenizer
+from mome.config import RunConfig, differences, from_dict, to_dict
+from mome.errors import UserError
+
+ROOT = Path(__file__).resolve().parent.parent
+ROOMS = ("mome", "optim", "data", "kernels", "records")
+PACKAGES = ("torch", "numpy", "tokenizers", "tiktoken", "safetensors", "tyro", "rich")
+# What may differ between a run and its resumption without changing what is trained.
+FREE_KEYS = ("runs_dir",)
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Replace a file as a whole: it holds the old text or the new one, never a part."""
+    draft = path.with_name(f".{path.name}.writing")
+    with open(draft, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(draft, path)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write JSON that any reader takes: NaN and infinity become null."""
+    write_atomic(path, json.dumps(_finite(value), indent=1) + "\n")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+class RunFolder:
+    """The folder of one run."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.checkpoints = path / "checkpoint"
+
+    @classmethod
+    def create(cls, config: RunConfig) -> RunFolder:
+        """A new folder `runs_dir`/<time>_<preset>; two runs in one second get different names."""
+        name = f"{time.strftime('%Y%m%d-%H%M%S')}_{config.preset}"
+        for suffix in ("", *(f"_{n}" for n in range(2, 1000))):
+            path = config.runs_dir / f"{name}{suffix}"
+            draft = config.runs_dir / f".starting_{os.getpid()}"
+            draft.mkdir(parents=True, exist_ok=True)
+            write_json(draft / "config.json", to_dict(config))
+            try:
+                draft.rename(path)
+            except OSError as error:
+                if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+                    continue
+                raise
+            return cls(path)
+        raise UserError(f"--runs-dir {config.runs_dir}: a thousand runs in this second; try again")
+
+    @classmethod
+    def open(cls, path: Path) -> RunFolder:
+        """A folder that a run left. Raises UserError when it is none."""
+        if not (path / "config.json").is_file():
+            raise UserError(f"{path} is no run folder (it has no config.json); give one of runs/*")
+        return cls(path)
+
+    def config(self) -> RunConfig:
+        try:
+            return from_dict(RunConfig, json.loads((self.path / "config.json").read_text()))
+        except (json.JSONDecodeError, TypeError) as error:
+            raise UserError(f"{self.path / 'config.json'}: not a configuration of this version ({error})") from error
+
+    def require_same(self, config: RunConfig) -> None:
+        """Refuse to go on under another configuration, naming what differs."""
+        saved, given = to_dict(self.config()), to_dict(config)
+        for key in FREE_KEYS:
+            saved.pop(key), given.pop(key)
+        changed = differences(saved, given)
+        if changed:
+            raise UserError(f"--resume {self.path}: the run has another configuration ({'; '.join(changed[:4])}); leave these flags out")
+
+    @property
+    def metrics_path(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    def truncate_metrics(self, step: int) -> None:
+        """Keep the lines of the first `step` steps; drop later ones and a line that a kill cut short."""
+        if not self.metrics_path.exists():
+            return
+        kept = []
+        for line in self.metrics_path.read_text().splitlines():
+            try:
+                if json.loads(line)["step"] <= step:
+                    kept.append(line)
+            except json.JSONDecodeError:
+                break
+        write_atomic(self.metrics_path, "".join(line + "\n" for line in kept))
+
+    def log(self, values: dict[str, Any]) -> None:
+        """Append one line of metrics."""
+        with open(self.metrics_path, "a") as file:
+            file.write(json.dumps(_finite(values)) + "\n")
+
+    def log_validation(self, val_loss: float, val_bpb: float | None) -> None:
+        """Add the last validation to the last line of metrics."""
+        lines = self.metrics_path.read_text().splitlines()
+        lines[-1] = json.dumps(_finite({**json.loads(lines[-1]), "val_loss": val_loss, "val_bpb": val_bpb}))
+        write_atomic(self.metrics_path, "".join(line + "\n" for line in lines))
+
+    def step_seconds(self) -> list[float]:
+        """Seconds of each step, from the running sums in the metrics."""
+        sums = [0.0, *(json.loads(line)["seconds"] for line in self.metrics_path.read_text().splitlines())]
+        return [after - before for before, after in itertools.pairwise(sums)]
+
+    def start(self, environment: dict[str, Any], tokenizer: Tokenizer) -> None:
+        """Write what is known before the first step, where it is not there yet."""
+        if not (self.path / "environment.json").exists():
+            write_json(self.path / "environment.json", environment)
+        if not (self.path / "source.zip").exists():
+            self.write_source()
+        if tokenizer.name != "gpt2" and not (self.path / "tokenizer.json").exists():
+            tokenizer.save(self.path / "tokenizer.json")
+
+    def write_source(self) -> None:
+        """Zip every .py as it runs."""
+        draft = self.path / ".source.zip.writing"
+        with zipfile.ZipFile(draft, "w", zipfile.ZIP_DEFLATED) as archive:
+            for path in [ROOT / "train_gpt.py", *(p for room in ROOMS for p in sorted((ROOT / room).rglob("*.py")))]:
+                archive.write(path, path.relative_to(ROOT))
+        os.replace(draft, self.path / "source.zip")
+
+
+def environment(device: torch.device, dtype: torch.dtype, why: str, world: int, data: str) -> dict[str, Any]:
+    """Versions, hardware, revision and the data's fingerprint: what a reader needs to trust a number."""
+    return {
+        "python": platform.python_version(),
+        **{name: metadata.version(name) for name in PACKAGES},
+        "cuda": torch.version.cuda,
+        "platform": platform.platform(),
+        "processor": processor(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "dtype": str(dtype).removeprefix("torch."),
+        "dtype_reason": why,
+        "world": world,
+        "revision": revision(),
+        "data": data,
+        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+    }
+
+
+def processor() -> str:
+    """The processor's name as Linux states it, else what Python knows."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor()
+
+
+def revision() -> str:
+    """The git revision, '+' when files differ from it; 'unknown' outside a checkout."""
+    try:
+        run = lambda *words: subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=True).stdout.strip()
+        return run("rev-parse", "HEAD") + ("+" if run("status", "--porcelain") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"

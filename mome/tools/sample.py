@@ -1,0 +1,61 @@
+"""python -m mome sample RUN "prompt": continue a prompt, token by token.
+
+Lives here: the command.
+Not here: the cache and the drawing of tokens (mome/generate.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from mome.config import require
+from mome.generate import generate
+from mome.options import parse
+from mome.pretrained import from_pretrained
+from mome.run import load_run
+
+
+@dataclass(frozen=True)
+class SampleOptions:
+    """Continue a prompt with the model of a run, or of an export."""
+
+    run: Annotated[Path, tyro.conf.Positional]
+    """Folder of the run, or of an export."""
+    prompt: Annotated[str, tyro.conf.Positional] = ""
+    """Text to continue."""
+    tokens: int = 128
+    """Tokens at most; a new document ends the sample."""
+    temperature: float = 0.8
+    """0 takes the likeliest token."""
+    top_k: int = 50
+    """Draw among this many likeliest tokens (0: all)."""
+    seed: int = 0
+
+    def __post_init__(self):
+        require(self.tokens >= 1, "tokens", self.tokens, "give 1 or more")
+        require(self.temperature >= 0, "temperature", self.temperature, "give 0 or more")
+        require(self.top_k >= 0, "top-k", self.top_k, "give 0 or more")
+
+
+def main(words: Sequence[str]) -> None:
+    """The command."""
+    options = parse(SampleOptions, words, "python -m mome sample")
+    if (options.run / "model.safetensors").exists():
+        parts, tokenizer, config = from_pretrained(options.run)
+    else:
+        run = load_run(options.run)
+        parts, tokenizer, config = run.parts, run.tokenizer, run.config
+    windows = config.make_schedule().at(config.steps - 1).windows
+    prompt = tokenizer.encode(options.prompt)
+    limit = config.model.max_tokens
+    require(len(prompt) < limit, "prompt", f"of {len(prompt)} tokens", f"the model takes {limit - 1} at most; shorten it")
+    drawn = generate(
+        parts, prompt, options.tokens, windows, tokenizer.bos, temperature=options.temperature, top_k=options.top_k,
+        seed=options.seed, limit=limit,
+    )  # fmt: skip
+    print(options.prompt + tokenizer.decode(list(drawn)))

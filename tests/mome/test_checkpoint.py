@@ -1,0 +1,64 @@
+"""Checkpoints are whole or not there."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mome import checkpoint
+
+
+def save(folder, step):
+    return checkpoint.save(folder, step, {"step": step}, {"model": {"w": torch.full((3,), float(step))}}, [{"lr": step}])
+
+
+def test_round_trip(tmp_path):
+    saved = checkpoint.Checkpoint(save(tmp_path, 5))
+    assert saved.state == {"step": 5}
+    assert saved.optimizer() == [{"lr": 5}]
+    assert torch.equal(saved.tensors("model")["w"], torch.full((3,), 5.0))
+
+
+def test_the_newest_two_stay(tmp_path):
+    for step in (1, 2, 3):
+        save(tmp_path, step)
+    assert [path.name for path in checkpoint.whole_checkpoints(tmp_path)] == ["step_000002", "step_000003"]
+    assert checkpoint.newest(tmp_path, print).name == "step_000003"
+
+
+@pytest.mark.parametrize("damage", ["marker", "cut", "missing"])
+def test_a_half_written_one_is_passed_over_and_named(tmp_path, damage):
+    save(tmp_path, 1)
+    last = save(tmp_path, 2)
+    if damage == "marker":
+        (last / "COMPLETE").unlink()
+    elif damage == "cut":
+        weights = last / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:-1])
+    else:
+        (last / "optimizer.pt").unlink()
+    said = []
+    assert checkpoint.newest(tmp_path, said.append).name == "step_000001"
+    assert len(said) == 1 and "step_000002" in said[0]
+
+
+def test_none_at_all(tmp_path):
+    assert checkpoint.newest(tmp_path / "nothing", print) is None
+
+
+def test_a_failed_save_leaves_the_last_one_and_no_draft(tmp_path, monkeypatch):
+    save(tmp_path, 1)
+
+    def full(*args):
+        raise RuntimeError("PytorchStreamWriter failed writing file: No space left on device")
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(OSError, match="step_000002: cannot be written .*No space left.*--resume"):
+        save(tmp_path, 2)
+    assert [path.name for path in tmp_path.iterdir()] == ["step_000001"]
+
+
+def test_saving_a_step_again_replaces_it(tmp_path):
+    save(tmp_path, 1)
+    checkpoint.save(tmp_path, 1, {"step": 1, "again": True}, {}, [])
+    assert checkpoint.Checkpoint(tmp_path / "step_000001").state["again"]

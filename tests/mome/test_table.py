@@ -1,0 +1,434 @@
+"""RowTable and WorkingSet: purity, refusals, checkpoints, order, repeats and sizes."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from mome.table.rows import RowTable, TableSpec, initial_rows
+from mome.table.store import DeviceStore
+from optim.rows import RowRule
+
+KINDS = ["adam", "adagrad", "sgd"]
+SPEC = TableSpec(rows=50, lanes=3, dim=4, init=0.3)
+
+
+def make(kind="adam", spec=SPEC, seed=1, dtype=torch.float32, **rule) -> RowTable:
+    return RowTable(spec, RowRule(kind, **{"weight_decay": 0.3, **rule}), seed=seed, dtype=dtype, name="words")
+
+
+def snapshot(table: RowTable) -> dict[str, torch.Tensor]:
+    return {key: tensor.clone() for key, tensor in table.state_dict().items()}
+
+
+def same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+
+
+def cycle_of(event: int, steps: int = 2) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(event)
+    return [torch.randint(35, (2, 5), generator=generator) for _ in range(steps)]
+
+
+def backward(rows: torch.Tensor, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    push = torch.randn(rows.shape, generator=generator, dtype=rows.dtype)
+    ((rows + push).square()).sum().backward()
+
+
+def train(table: RowTable, first: int, final: int, between=lambda table: None) -> None:
+    for event in range(first, final):
+        ws = table.pull(cycle_of(event))
+        for k in range(2):
+            backward(ws.gather(k), 10 * event + k)
+            between(table)
+        table.push(ws, lr=0.05 / (event + 1))
+
+
+# Reading
+
+
+def test_a_working_set_is_the_sorted_unique_rows_as_a_leaf():
+    table = make()
+    ids = [torch.tensor([[7, 3], [7, 40]]), torch.tensor([3, 3, 0], dtype=torch.int32)]
+    ws = table.pull(ids)
+    assert ws.ids.tolist() == [0, 3, 7, 40] and ws.event == 0
+    assert ws.rows.is_leaf and ws.rows.requires_grad and ws.rows.shape == (4, 3, 4)
+    for k, one in enumerate(ids):
+        assert ws.slots(k).dtype == torch.int64 and torch.equal(ws.ids[ws.slots(k)], one.long())
+        assert torch.equal(ws.slots_of(one), ws.slots(k))
+        assert ws.gather(k).shape == (*one.shape, 3, 4)
+        assert torch.equal(ws.gather(k), table.read_rows(one))
+    assert not table.pull(ids, grad=False).rows.requires_grad
+
+
+@pytest.mark.parametrize("ids", [[], [torch.empty(0, dtype=torch.int64)], [torch.empty(3, 0, dtype=torch.int64)] * 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_empty_working_set_works_and_its_push_only_moves_the_clock(ids, kind):
+    table = make(kind)
+    before = snapshot(table)
+    ws = table.pull(ids)
+    assert ws.rows.shape == (0, 3, 4)
+    for k, one in enumerate(ids):
+        assert ws.gather(k).shape == (*one.shape, 3, 4)
+        ws.gather(k).sum().backward()
+    assert table.push(ws, 0.1) == 0 and table.event == 1 and table.touched_rows == 0
+    after = snapshot(table)
+    for key in before.keys() - {"log_decay", "log_beta2"}:
+        assert torch.equal(before[key], after[key])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_reading_in_between_changes_no_bit(kind):
+    def read(table):
+        before = snapshot(table)
+        table.pull([torch.arange(50)], grad=False)
+        table.pull([torch.randint(50, (9,))])
+        table.read_rows(torch.arange(50)), table.read_second(torch.arange(50)), table.mean_row()
+        list(table.iter_rows(7))
+        assert same_bits(before, snapshot(table))
+
+    alone, watched = make(kind), make(kind)
+    train(alone, 0, 6)
+    train(watched, 0, 6, between=read)
+    assert same_bits(snapshot(alone), snapshot(watched))
+
+
+def test_export_reads_agree_and_apply_the_decay():
+    table = make()
+    train(table, 0, 5)
+    table.push(table.pull([]), 0.5)
+    whole = table.read_rows(torch.arange(50))
+    assert not torch.equal(whole, table.state_dict()["rows"])
+    for chunk in (1, 7, 50, 4096):
+        parts = list(table.iter_rows(chunk))
+        assert all(len(part) <= chunk for part in parts) and torch.equal(torch.cat(parts), whole)
+    assert torch.equal(table.read_rows(torch.tensor([[5, 5], [0, 49]])), whole[torch.tensor([[5, 5], [0, 49]])])
+    assert torch.equal(table.pull([torch.arange(50)], grad=False).rows, whole)
+
+
+def test_mean_row_is_over_touched_rows_or_over_all_if_none_is():
+    table = make(dtype=torch.float64)
+    torch.testing.assert_close(table.mean_row(), table.read_rows(torch.arange(50)).mean(0))
+    ws = table.pull([torch.tensor([4, 9, 9])])
+    backward(ws.gather(0), 0)
+    table.push(ws, 0.1)
+    torch.testing.assert_close(table.mean_row(), table.read_rows(torch.tensor([4, 9])).mean(0))
+
+
+# Refusals
+
+
+@pytest.mark.parametrize("wrong", [-1, 50, 1 << 40, -(1 << 40)])
+def test_ids_outside_the_table_are_refused_by_name(wrong):
+    table = make()
+    for call in (
+        lambda ids: table.pull([torch.tensor([3]), ids]),
+        lambda ids: table.pull([ids], grad=False),
+        table.read_rows,
+        table.read_second,
+        lambda ids: table.restore(ids.sort().values, None),
+    ):
+        with pytest.raises(ValueError, match=rf"words.* {wrong} .*49"):
+            call(torch.tensor([1, wrong]))
+
+
+def test_ids_that_are_no_list_of_integers_are_refused():
+    table = make()
+    for ids in ([torch.tensor([1.0])], [torch.tensor([True])]):
+        with pytest.raises(ValueError, match="integers"):
+            table.pull(ids)
+    with pytest.raises(ValueError, match="list"):
+        table.pull(torch.tensor([1, 2]))
+
+
+@pytest.mark.parametrize("wrong", [0, 4, 41, 99, -1])
+def test_ids_outside_a_working_set_are_refused(wrong):
+    table = make()
+    with pytest.raises(ValueError, match=rf"row id {wrong} .*working set"):
+        table.pull([torch.tensor([3, 7, 40])]).slots_of(torch.tensor([[3], [wrong]]))
+    with pytest.raises(ValueError, match="working set"):
+        table.pull([]).slots_of(torch.tensor([3]))
+
+
+def refused(table: RowTable, ws, match: str, lr: float = 0.1, beta2: float | None = None) -> None:
+    before, rows = snapshot(table), ws.rows.detach().clone()
+    with pytest.raises(ValueError, match=match):
+        table.push(ws, lr, beta2)
+    assert same_bits(before, snapshot(table)) and torch.equal(rows, ws.rows.detach())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e30])
+def test_a_gradient_that_is_not_finite_is_refused_and_changes_nothing(kind, bad):
+    table = make(kind)
+    train(table, 0, 2)
+    ws = table.pull([torch.tensor([5, 9, 9])])
+    backward(ws.gather(0), 0)
+    good = ws.rows.grad.clone()
+    ws.rows.grad[1, 2, 3] = bad
+    refused(table, ws, "words.*row 9 ")
+    # The refused set is still good once its gradient is.
+    ws.rows.grad.copy_(good)
+    assert table.push(ws, 0.1) == 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("lr", "beta2"), [(1 / 0.3, None), (5.0, None), (-0.1, None), (math.nan, None), (math.inf, None), (0.1, 1.0)]
+)
+def test_an_unusable_learning_rate_or_beta2_is_refused_and_changes_nothing(kind, lr, beta2):
+    table = make(kind)
+    train(table, 0, 2)
+    ws = table.pull([torch.tensor([5, 9])])
+    backward(ws.gather(0), 0)
+    refused(table, ws, r"table rows|below 1", lr, beta2)
+    assert table.push(ws, 0.1) == 2
+
+
+def test_a_working_set_that_is_out_of_date_is_refused_and_changes_nothing():
+    table, twin = make(), make()
+    ids = [torch.tensor([5, 9])]
+    ws, other, reading = table.pull(ids), table.pull(ids), table.pull(ids, grad=False)
+    refused(table, twin.pull(ids), "words.*pull again")
+    refused(table, reading, "grad=True")
+    table.push(ws, 0.1)
+    refused(table, ws, "words.*event 0.*pull again")
+    refused(table, other, "words.*event 0.*pull again")
+    ws = table.pull(ids)
+    table.load_state_dict(snapshot(table))
+    refused(table, ws, "pull again")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("rows", 0), ("lanes", 0), ("dim", -1), ("init", -0.1), ("init", math.nan), ("init", math.inf)],
+)
+def test_a_spec_out_of_range_is_refused(field, value):
+    with pytest.raises(ValueError, match=field):
+        TableSpec(**{"rows": 1, "lanes": 1, "dim": 1, "init": 0.0, field: value})
+
+
+def test_a_rounded_dtype_is_refused():
+    with pytest.raises(ValueError, match="bfloat16"):
+        make(dtype=torch.bfloat16)
+
+
+# Checkpoints
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("stop_after", [0, 1])
+def test_stopped_in_mid_cycle_and_restored_equals_never_stopped(kind, stop_after, tmp_path):
+    """Saved after `stop_after` of a cycle's two steps, loaded into a table of another seed: not a bit differs."""
+    straight = make(kind)
+    train(straight, 0, 8)
+
+    first = make(kind)
+    train(first, 0, 4)
+    ws = first.pull(cycle_of(4))
+    for k in range(stop_after):
+        backward(ws.gather(k), 40 + k)
+    torch.save({"table": first.state_dict(), "ids": ws.ids, "grad": ws.rows.grad}, tmp_path / "saved.pt")
+
+    saved = torch.load(tmp_path / "saved.pt")
+    second = make(kind, seed=77)
+    second.load_state_dict(saved["table"])
+    assert second.event == 4
+    restored = second.restore(saved["ids"], saved["grad"])
+    assert restored.event == 4 and torch.equal(restored.rows, ws.rows)
+    for k in range(stop_after, 2):
+        slots = restored.slots_of(cycle_of(4)[k])
+        assert torch.equal(slots, ws.slots(k))
+        backward(restored.rows.index_select(0, slots.flatten()).view(*slots.shape, 3, 4), 40 + k)
+    second.push(restored, lr=0.05 / 5)
+    train(second, 5, 8)
+    assert same_bits(snapshot(straight), snapshot(second))
+
+
+def test_a_restored_gradient_is_a_copy_and_none_equals_zeros():
+    table = make()
+    ids, grad = torch.tensor([2, 5]), torch.ones(2, 3, 4)
+    ws = table.restore(ids, grad)
+    ws.rows.grad.zero_()
+    assert grad.eq(1).all()
+    table.push(ws, 0.1)
+    other = make()
+    other.push(other.restore(ids, None), 0.1)
+    assert same_bits(snapshot(table), snapshot(other))
+
+
+@pytest.mark.parametrize("ids", [[5, 2], [2, 2, 5], [[2, 5]]])
+def test_a_restored_set_must_be_sorted_and_unique(ids):
+    with pytest.raises(ValueError, match=r"words.*sorted"):
+        make().restore(torch.tensor(ids), None)
+
+
+def test_a_restored_gradient_must_have_the_sets_shape():
+    with pytest.raises(ValueError, match=r"words.*\(3, 3, 4\).*\(2, 3, 4\)"):
+        make().restore(torch.tensor([2, 5]), torch.zeros(3, 3, 4))
+
+
+@pytest.mark.parametrize(
+    ("other", "match"),
+    [
+        (lambda: make(spec=TableSpec(51, 3, 4, 0.3)), r"another shape.*rows.*\[51, 3, 4\].*\[50, 3, 4\]"),
+        (lambda: make(spec=TableSpec(50, 4, 3, 0.3)), "another shape.*rows"),
+        (lambda: make(dtype=torch.float64), "another shape.*float64.*float32"),
+        (lambda: make("sgd"), "another kind.*second"),
+    ],
+)
+def test_a_checkpoint_of_another_table_is_refused_and_changes_nothing(other, match):
+    table = make()
+    train(table, 0, 2)
+    before = snapshot(table)
+    with pytest.raises(ValueError, match=f"words.*{match}"):
+        table.load_state_dict(other().state_dict())
+    assert same_bits(before, snapshot(table))
+
+
+@pytest.mark.parametrize("key", ["rows", "last_event", "second", "log_decay", "log_beta2"])
+def test_a_checkpoint_that_lacks_a_tensor_is_refused(key):
+    state = snapshot(make())
+    del state[key]
+    with pytest.raises(ValueError, match=f"words.*{key}"):
+        make().load_state_dict(state)
+
+
+@pytest.mark.parametrize("event", [-1, 3])
+def test_a_checkpoint_whose_rows_know_more_events_than_its_clock_is_refused(event):
+    table = make()
+    train(table, 0, 2)
+    state = snapshot(table)
+    state["last_event"][7] = event
+    before = snapshot(table)
+    with pytest.raises(ValueError, match="damaged"):
+        table.load_state_dict(state)
+    assert same_bits(before, snapshot(table))
+
+
+# Order, repeats, sizes
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_repeats_give_the_same_bits(kind):
+    one, other = make(kind), make(kind)
+    train(one, 0, 6)
+    train(other, 0, 6)
+    assert same_bits(snapshot(one), snapshot(other))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_order_of_lookups_does_not_matter(kind):
+    """Small whole numbers as gradients add up without rounding, so a permutation must give the same bits."""
+    tables = [make(kind), make(kind)]
+    for event in range(5):
+        ids, push = torch.randint(30, (40,)), torch.randint(-3, 4, (40, 3, 4)).float()
+        order = torch.randperm(40)
+        for table, ids_k, push_k in ((tables[0], ids, push), (tables[1], ids[order].view(5, 8), push[order])):
+            ws = table.pull([ids_k])
+            (ws.gather(0).view(40, 3, 4) * push_k).sum().backward()
+            table.push(ws, 0.1)
+    assert same_bits(snapshot(tables[0]), snapshot(tables[1]))
+
+
+def test_learning_rate_zero_moves_no_weight():
+    for kind in KINDS:
+        table = make(kind)
+        train(table, 0, 2)
+        rows = table.read_rows(torch.arange(50))
+        for seed in range(2, 5):
+            ws = table.pull(cycle_of(seed))
+            backward(ws.gather(0), seed)
+            table.push(ws, lr=0.0)
+        assert torch.equal(table.read_rows(torch.arange(50)), rows)
+
+
+@pytest.mark.parametrize(("kind", "lane_bytes"), [("adam", 4), ("adagrad", 4), ("sgd", 0)])
+def test_state_is_one_fp32_a_lane_and_one_int32_a_row(kind, lane_bytes):
+    table = make(kind, TableSpec(1000, 6, 64, 0.0))
+    assert table.state_bytes() == 1000 * 6 * lane_bytes + 1000 * 4
+    assert table.table_bytes() == 1000 * 6 * 64 * 4
+    train(table, 0, 2)
+    held = table.state_dict()
+    assert held["rows"].nbytes == table.table_bytes()
+    assert sum(held[key].nbytes for key in held.keys() & {"second", "last_event"}) == table.state_bytes()
+
+
+@pytest.mark.parametrize("init", [0.0, 0.25])
+def test_a_new_table_is_the_initialisers_and_nothing_uninitialised(init, poison_empty):
+    table = make(spec=TableSpec(1000, 3, 40, init))
+    rows = torch.cat(list(table.iter_rows()))
+    assert rows.isfinite().all() and (init > 0 or not rows.any())
+    train(table, 0, 2)
+    assert all(tensor.isfinite().all() for tensor in table.state_dict().values())
+
+
+def test_the_initialiser_makes_any_subset_equal_to_the_whole():
+    spec = TableSpec(3000, 2, 17, 0.1)
+    whole = initial_rows(spec, 5, torch.arange(3000), torch.float32)
+    for ids in (torch.randperm(3000)[:700], torch.tensor([2999]), torch.arange(0), torch.zeros(5).long()):
+        assert torch.equal(initial_rows(spec, 5, ids, torch.float32), whole[ids])
+    double = initial_rows(spec, 5, torch.arange(3000), torch.float64)
+    torch.testing.assert_close(whole.double(), double, rtol=1e-7, atol=0)
+
+
+def test_the_initialiser_is_uniform_and_keyed_by_seed_and_name():
+    spec = TableSpec(2000, 4, 50, init=0.2)
+    rows = initial_rows(spec, 3, torch.arange(2000), torch.float64).flatten()
+    n = rows.numel()
+    assert rows.min() >= -0.2 and rows.max() <= 0.2 and rows.min() < -0.1999 and rows.max() > 0.1999
+    sd = 0.2 / math.sqrt(3)
+    assert abs(rows.mean()) < 5 * sd / math.sqrt(n)
+    assert abs(rows.square().mean() / sd**2 - 1) < 5 * math.sqrt(0.8 / n)
+    counts = torch.histc(rows, bins=64, min=-0.2, max=0.2)
+    assert ((counts - n / 64).abs() < 5 * math.sqrt(n / 64)).all()
+    lag = torch.stack([(rows[k:] * rows[:-k]).mean() / sd**2 for k in (1, 50, 200)])
+    assert lag.abs().max() < 5 / math.sqrt(n)
+    other = initial_rows(spec, 4, torch.arange(2000), torch.float64).flatten()
+    assert abs((rows * other).mean()) / sd**2 < 5 / math.sqrt(n)
+    named = [RowTable(SPEC, RowRule("adam"), 1, name=name).read_rows(torch.arange(50)) for name in ("a", "b", "a")]
+    assert torch.equal(named[0], named[2]) and not torch.equal(named[0], named[1])
+
+
+def test_any_integer_is_a_seed():
+    for seed in (-1, 0, 1 << 63, (1 << 64) + 1, -(1 << 70)):
+        assert make(seed=seed).read_rows(torch.arange(50)).isfinite().all()
+
+
+def plain_initial(seed: int, counter: int, init: float) -> float:
+    mask = (1 << 64) - 1
+
+    def mix(n: int) -> int:
+        z = (n + 1) * 0x9E3779B97F4A7C15 & mask
+        z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & mask
+        z = (z ^ (z >> 27)) * 0x94D049BB133111EB & mask
+        return z ^ (z >> 31)
+
+    return (2 * (mix(mix(seed) + counter) >> 40) + 1 - (1 << 24)) * init / (1 << 24)
+
+
+def test_addresses_past_two_to_the_31_are_int64():
+    """The initialiser at rows of a table of 2**41 numbers, without the table, against Python integers."""
+    spec = TableSpec(rows=1 << 32, lanes=8, dim=64, init=0.5)
+    ids = torch.tensor([0, (1 << 31) // 512, (1 << 31) - 1, 1 << 31, (1 << 32) - 1])
+    rows = initial_rows(spec, 9, ids, torch.float64)
+    for u, row in enumerate(ids.tolist()):
+        for lane, d in ((0, 0), (3, 17), (7, 63)):
+            assert rows[u, lane, d].item() == plain_initial(9, row * 512 + lane * 64 + d, 0.5)
+
+
+def test_a_store_past_two_to_the_31_numbers_reads_what_it_wrote():
+    """One byte a number and pages that are never touched: 2 GiB of addresses, a few pages of memory."""
+    rows = (1 << 31) // 64 + 3
+    store = DeviceStore(rows, 1, 64, torch.uint8, "cpu")
+    ids = torch.tensor([5, rows - 4, rows - 3, rows - 1])
+    values = torch.arange(4 * 64).view(4, 1, 64).to(torch.uint8)
+    store.write(ids, values)
+    assert torch.equal(store.read(ids.flip(0)), values.flip(0))
+    out = torch.empty(4, 1, 64, dtype=torch.uint8)
+    store.read(ids, out=out)
+    assert torch.equal(out, values)
+    assert store.rows_RLD.flatten()[(rows - 1) * 64 + 9] == values[3, 0, 9]

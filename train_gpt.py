@@ -1,0 +1,304 @@
+"""Train a language model with sparse memory embeddings: what a run is, in reading order.
+
+    python train_gpt.py [PRESET] [flags]        PRESET may be left out and is then `local`
+    python train_gpt.py --resume runs/FOLDER    go on where a run stopped
+
+Lives here: the command line, the loop over cycles and steps, what a checkpoint holds, the end of a run.
+Not here: how a model is built (mome/run.py), what a table does (mome/table/), what an optimizer does (optim/).
+"""
+
+from __future__ import annotations
+
+import math
+import resource
+import signal
+import statistics
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from data.errors import DataError
+from data.loader import Batch, DataExhausted, Loader
+from mome import checkpoint
+from mome.command import parse
+from mome.config import RunConfig
+from mome.describe import describe, parameter_counts
+from mome.errors import UserError
+from mome.evaluate import KNOCKOUTS, Score, evaluate
+from mome.generate import generate
+from mome.loss import cross_entropy
+from mome.progress import Reporter
+from mome.run import Corpus, Parts, build, gather, load_model, open_corpus, pick_device, row_plan
+from mome.runfolder import RunFolder, environment, write_atomic, write_json
+from mome.table.rows import WorkingSet
+from mome.tools.report import write_report
+from optim.groups import build_optimizers, set_schedule
+
+
+@dataclass
+class Cycle:
+    """Steps [start, end) that share one working set a table; ids are kept a step until it is trained on."""
+
+    start: int
+    end: int
+    sets: dict[str, WorkingSet]
+    ids: dict[int, dict[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What a run came to. signal: the one that stopped it after a checkpoint; values is then empty."""
+
+    folder: Path
+    values: dict[str, Any]
+    signal: int | None
+
+
+class Training:
+    """The state of a run between two steps, and the moves that change it."""
+
+    def __init__(self, config: RunConfig, corpus: Corpus, device: torch.device, dtype: torch.dtype, say):
+        self.config, self.corpus, self.device, self.dtype = config, corpus, device, dtype
+        self.schedule = config.make_schedule()
+        self.parts: Parts = build(config, corpus.tokenizer.vocab_size, corpus.tokenizer.bos, device)
+        self.optimizers = build_optimizers(self.parts.model.named_parameters(), config.optim)
+        self.loader = Loader(
+            corpus.train, lambda step: row_plan(config, step), corpus.tokenizer.bos, config.seed,
+            tails=config.tails, shuffle=config.shuffle, on_exhausted=config.on_exhausted, log=say,
+        )  # fmt: skip
+        self.step, self.tokens, self.seconds = 0, 0, 0.0
+        self.rows_touched = 0
+        self.cycle: Cycle | None = None
+
+    def begin_cycle(self) -> Cycle:
+        """Pull the rows of the next steps: as many as a cycle has, to the end of the stage at most."""
+        end = min(self.step + self.config.cycle, self.schedule.stage_end(self.step), self.config.steps)
+        ids = self.ids_of(self.step, self.loader.peek(end - self.step))
+        return Cycle(self.step, end, self.parts.pull(list(ids.values()), grad=True), ids)
+
+    def ids_of(self, step: int, batches: list[Batch]) -> dict[int, dict[str, Tensor]]:
+        return {step + n: self.parts.row_ids(batch.tokens.to(self.device)) for n, batch in enumerate(batches)}
+
+    def train_step(self) -> float:
+        """One step: forward and backward over its micro-rows, dense update, table update at the end of a cycle. Returns nats a token."""
+        if self.cycle is None:
+            self.cycle = self.begin_cycle()
+        batch, ids, now = self.loader.next(), self.cycle.ids.pop(self.step), self.schedule.at(self.step)
+        loss = torch.zeros((), device=self.device)
+        for first in range(0, len(batch.tokens), self.config.micro_batch):
+            part = slice(first, first + self.config.micro_batch)
+            tokens_BT, targets_BT, docs_BT = (t[part].to(self.device) for t in (batch.tokens, batch.targets, batch.docs))
+            rows = gather(self.cycle.sets, {name: ids_BTR[part] for name, ids_BTR in ids.items()}, self.dtype)
+            hidden_BTD = self.parts.model(tokens_BT, docs_BT, self.parts.payloads(rows, tokens_BT), windows=now.windows)
+            part_loss = cross_entropy(
+                hidden_BTD, self.parts.model.head, targets_BT, softcap=self.parts.model.softcap, scale=1 / batch.tokens.numel()
+            )
+            part_loss.backward()
+            loss += part_loss.detach()
+        nats = float(loss)
+        if not math.isfinite(nats):
+            raise UserError(f"step {self.step + 1}: the loss is {nats}; the last good checkpoint is kept: lower the learning rate and start anew")
+        set_schedule(self.optimizers, self.config.optim, lr_mul=now.lr, momentum=now.momentum)
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        self.step += 1
+        self.tokens += batch.tokens.numel()
+        if self.step == self.cycle.end:
+            self.end_cycle(now.lr)
+        return nats
+
+    def end_cycle(self, lr_mul: float) -> None:
+        """Let the owners apply the row rule to the rows of the cycle."""
+        self.rows_touched = sum(
+            table.push(self.cycle.sets[name], lr=getattr(self.config.table, name).lr * lr_mul)
+            for name, table in self.parts.tables.items()
+        )
+        self.cycle = None
+
+    def score(self, rows: int, knockout: str = "full") -> Score:
+        """Validate with the windows of the last stage."""
+        windows = self.schedule.at(self.config.steps - 1).windows
+        tokenizer = self.corpus.tokenizer
+        return evaluate(
+            self.parts, self.corpus.val, torch.from_numpy(tokenizer.token_bytes()).long(), tokenizer.bos, windows,
+            row_tokens=self.config.row_tokens, rows=rows, batch_rows=self.config.micro_batch, dtype=self.dtype, knockout=knockout,
+        )  # fmt: skip
+
+    def save(self, folder: Path) -> None:
+        """A checkpoint: weights, both kinds of optimizer state, position in the data, and a cycle under way."""
+        tensors = {"model": self.parts.model.state_dict()}
+        tensors |= {f"table_{name}": table.state_dict() for name, table in self.parts.tables.items()}
+        state = {"step": self.step, "tokens": self.tokens, "seconds": self.seconds, "rows_touched": self.rows_touched, "loader": self.loader.state()}
+        if self.cycle:
+            state["cycle_end"] = self.cycle.end
+            for name, one in self.cycle.sets.items():
+                grad = torch.zeros_like(one.rows) if one.rows.grad is None else one.rows.grad
+                tensors[f"cycle_{name}"] = {"ids": one.ids, "grad": grad}
+        checkpoint.save(folder, self.step, state, tensors, [optimizer.state_dict() for optimizer in self.optimizers])
+
+    def load(self, saved: checkpoint.Checkpoint) -> None:
+        """Everything that `save` wrote, so that what follows is bit for bit what would have followed."""
+        load_model(self.parts.model, saved)
+        for name, table in self.parts.tables.items():
+            table.load_state_dict(saved.tensors(f"table_{name}"))
+        for optimizer, state in zip(self.optimizers, saved.optimizer(), strict=True):
+            optimizer.load_state_dict(state)
+        self.loader.load_state(saved.state["loader"])
+        for key in ("step", "tokens", "seconds", "rows_touched"):
+            setattr(self, key, saved.state[key])
+        if "cycle_end" in saved.state:
+            end = saved.state["cycle_end"]
+            sets = {}
+            for name, table in self.parts.tables.items():
+                kept = saved.tensors(f"cycle_{name}")
+                sets[name] = table.restore(kept["ids"].to(self.device), kept["grad"].to(self.device))
+            self.cycle = Cycle(self.step, end, sets, self.ids_of(self.step, self.loader.peek(end - self.step)))
+
+
+class Stop:
+    """SIGINT and SIGTERM ask for a stop after the step under way; a second one ends the process at once."""
+
+    def __init__(self):
+        self.signal: int | None = None
+        for one in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(one, self._ask)
+
+    def _ask(self, number, frame):
+        self.signal = number
+        signal.signal(number, signal.SIG_DFL)
+
+
+def train(config: RunConfig, resume: Path | None = None) -> RunResult:
+    """Run, or go on with, a whole training. Raises UserError, DataError or OSError with one line for the user."""
+    stop = Stop()
+    device, dtype, why = pick_device()
+    folder = RunFolder.open(resume) if resume else None
+    corpus = open_corpus(config, print)
+    training = Training(config, corpus, device, dtype, print)
+    folder = folder or RunFolder.create(config)
+    folder.start(environment(device, dtype, why, 1, corpus.fingerprint), corpus.tokenizer)
+    saved = checkpoint.newest(folder.checkpoints, print)
+    if saved:
+        training.load(checkpoint.Checkpoint(saved))
+    if resume:
+        folder.truncate_metrics(training.step)
+        print(f"going on with {folder.path} after step {training.step}")
+    print(f"{config.preset}: {config.steps} steps into {folder.path}")
+    print(f"computing in {str(dtype).removeprefix('torch.')} on {device}: {why}; data {corpus.fingerprint[:12]}")
+
+    reporter = Reporter(config.steps, training.step)
+    try:
+        while training.step < config.steps and stop.signal is None:
+            line = timed_step(training, reporter)
+            due = training.step < config.steps
+            if due and config.val_every and training.step % config.val_every == 0:
+                line |= score_fields(training.score(config.val_rows), reporter)
+            folder.log(line)
+            if due and config.save_every and training.step % config.save_every == 0:
+                training.save(folder.checkpoints)
+        training.save(folder.checkpoints)
+    except DataExhausted:
+        training.save(folder.checkpoints)
+        raise
+    finally:
+        reporter.close()
+    if training.step < config.steps:
+        print(f"stopped after step {training.step}; go on with: python train_gpt.py --resume {folder.path}")
+        return RunResult(folder.path, {}, stop.signal)
+    return RunResult(folder.path, finish(training, folder), None)
+
+
+def timed_step(training: Training, reporter: Reporter) -> dict[str, Any]:
+    """Train one step on the clock; returns its line of metrics."""
+    started, before = time.perf_counter(), training.tokens
+    nats = training.train_step()
+    taken = time.perf_counter() - started
+    training.seconds += taken
+    reporter.step(training.step, nats, (training.tokens - before) / taken, training.rows_touched)
+    return {
+        "step": training.step, "loss": nats, "lr": training.schedule.at(training.step - 1).lr, "tokens": training.tokens,
+        "seconds": training.seconds, "rows_touched": training.rows_touched, "bytes_sent": 0,
+    }  # fmt: skip
+
+
+def score_fields(score: Score, reporter: Reporter) -> dict[str, Any]:
+    reporter.say(f"validation  {score.val_loss:.4f} nats a token  {bits(score)}")
+    return {"val_loss": score.val_loss, "val_bpb": score.val_bpb}
+
+
+def bits(score: Score) -> str:
+    return "no bits a byte (the tokenizer states no bytes)" if score.val_bpb is None else f"{score.val_bpb:.4f} bits a byte"
+
+
+def finish(training: Training, folder: RunFolder) -> dict[str, Any]:
+    """Validate in full, knock the memory out, sample, and leave the result, the plot and the page."""
+    config, parts = training.config, training.parts
+    print("validating")
+    final = training.score(config.final_val_rows)
+    knockout = {}
+    if parts.memories:
+        knockout = {name: training.score(config.val_rows, name).val_loss for name in KNOCKOUTS}
+    seconds = folder.step_seconds()
+    active, memory = parameter_counts(parts.model, parts.memories)
+    result = {
+        "val_loss": final.val_loss, "val_bpb": final.val_bpb, "val_tokens": final.tokens, "seconds": training.seconds,
+        "steps": training.step, "tokens": training.tokens, "step_ms": 1000 * statistics.median(seconds),
+        "active_params": active, "memory_params": memory, "peak_bytes": peak_bytes(training.device), "world": 1,
+        "rank_tokens": [training.tokens], "rank_bytes_sent": [0],
+        "rank_table_bytes": [sum(table.table_bytes() + table.state_bytes() for table in parts.tables.values())],
+        "knockout": knockout,
+    }  # fmt: skip
+    folder.log_validation(final.val_loss, final.val_bpb)
+    print(f"validation  {final.val_loss:.4f} nats a token  {bits(final)}  over {final.tokens:,} tokens")
+    for name, loss in knockout.items():
+        print(f"  memory {name.replace('_', ' '):15} {loss:.4f}" + ("" if name == "full" else f"  ({loss - knockout['full']:+.4f})"))
+    write_sample(training, folder)
+    write_json(folder.path / "result.json", result)
+    write_report(folder.path)
+    print(f"{folder.path}: result.json, loss.png, report.html")
+    return result
+
+
+def write_sample(training: Training, folder: RunFolder) -> None:
+    """A short continuation of nothing, so that a person sees what the model has learnt."""
+    config, tokenizer = training.config, training.corpus.tokenizer
+    if not config.sample_tokens:
+        return
+    windows = training.schedule.at(config.steps - 1).windows
+    ids = list(generate(
+        training.parts, [], config.sample_tokens, windows, tokenizer.bos, seed=config.seed, dtype=training.dtype, limit=config.model.max_tokens
+    ))  # fmt: skip
+    text = tokenizer.decode(ids)
+    write_atomic(folder.path / "sample.txt", text + "\n")
+    print(f"sample:\n{text}")
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The most memory held: on the GPU when there is one, else resident in this process (Linux counts KiB)."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def main(words: list[str]) -> int:
+    """The command; returns the exit status: 1 after a mistake of the user's, 128 + signal after a stop."""
+    try:
+        options = parse(words)
+        if options.dry_run:
+            print(describe(options.config))
+            return 0
+        result = train(options.config, options.resume)
+    except (UserError, DataError, OSError, ValueError) as error:
+        print(f"train_gpt.py: {error}", file=sys.stderr)
+        return 1
+    return 0 if result.signal is None else 128 + result.signal
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
