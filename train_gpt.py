@@ -10,6 +10,7 @@ Not here: how a model is built (mome/run.py), what a table does (mome/table/), w
 from __future__ import annotations
 
 import math
+import os
 import resource
 import signal
 import statistics
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 
 from data.errors import DataError
 from data.loader import Batch, DataExhausted, Loader
@@ -62,14 +63,17 @@ class RunResult:
 class Training:
     """The state of a run between two steps, and the moves that change it."""
 
+    COUNTS = ("step", "tokens", "seconds", "rows_touched")
+
     def __init__(self, config: RunConfig, corpus: Corpus, device: torch.device, dtype: torch.dtype, say):
         self.config, self.corpus, self.device, self.dtype = config, corpus, device, dtype
         self.schedule = config.make_schedule()
         self.parts: Parts = build(config, corpus.tokenizer.vocab_size, corpus.tokenizer.bos, device)
         self.optimizers = build_optimizers(self.parts.model.named_parameters(), config.optim)
         self.loader = Loader(
-            corpus.train, lambda step: row_plan(config, step), corpus.tokenizer.bos, config.seed,
-            tails=config.tails, shuffle=config.shuffle, on_exhausted=config.on_exhausted, log=say,
+            corpus.train, lambda step: row_plan(self.schedule, step), bos=corpus.tokenizer.bos, seed=config.seed,
+            chunk_tokens=max(stage.document_cap for stage in config.schedule.stages), tails=config.tails,
+            shuffle=config.shuffle, on_exhausted=config.on_exhausted, log=say,
         )  # fmt: skip
         self.step, self.tokens, self.seconds = 0, 0, 0.0
         self.rows_touched = 0
@@ -134,7 +138,8 @@ class Training:
         """A checkpoint: weights, both kinds of optimizer state, position in the data, and a cycle under way."""
         tensors = {"model": self.parts.model.state_dict()}
         tensors |= {f"table_{name}": table.state_dict() for name, table in self.parts.tables.items()}
-        state = {"step": self.step, "tokens": self.tokens, "seconds": self.seconds, "rows_touched": self.rows_touched, "loader": self.loader.state()}
+        state = {name: getattr(self, name) for name in self.COUNTS}
+        state |= {"loader": self.loader.state(), "data": self.corpus.fingerprint}
         if self.cycle:
             state["cycle_end"] = self.cycle.end
             for name, one in self.cycle.sets.items():
@@ -149,9 +154,11 @@ class Training:
             table.load_state_dict(saved.tensors(f"table_{name}"))
         for optimizer, state in zip(self.optimizers, saved.optimizer(), strict=True):
             optimizer.load_state_dict(state)
+        if saved.state["data"] != self.corpus.fingerprint:
+            raise UserError(f"{saved.path}: the run trained on other data than these shards; give the shards it began with")
         self.loader.load_state(saved.state["loader"])
-        for key in ("step", "tokens", "seconds", "rows_touched"):
-            setattr(self, key, saved.state[key])
+        for name in self.COUNTS:
+            setattr(self, name, saved.state[name])
         if "cycle_end" in saved.state:
             end = saved.state["cycle_end"]
             sets = {}
@@ -178,6 +185,7 @@ def train(config: RunConfig, resume: Path | None = None) -> RunResult:
     """Run, or go on with, a whole training. Raises UserError, DataError or OSError with one line for the user."""
     stop = Stop()
     device, dtype, why = pick_device()
+    join_processes(device)
     folder = RunFolder.open(resume) if resume else None
     corpus = open_corpus(config, print)
     training = Training(config, corpus, device, dtype, print)
@@ -212,6 +220,16 @@ def train(config: RunConfig, resume: Path | None = None) -> RunResult:
         print(f"stopped after step {training.step}; go on with: python train_gpt.py --resume {folder.path}")
         return RunResult(folder.path, {}, stop.signal)
     return RunResult(folder.path, finish(training, folder), None)
+
+
+def join_processes(device: torch.device) -> None:
+    """Under torchrun, join its process group and meet once, so that a broken set-up shows before the first step."""
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world > 1:
+        raise UserError(f"torchrun started {world} processes, and a run takes one: give --nproc_per_node=1")
+    if "RANK" in os.environ:
+        distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        distributed.all_reduce(torch.ones(1, device=device))
 
 
 def timed_step(training: Training, reporter: Reporter) -> dict[str, Any]:
@@ -297,6 +315,9 @@ def main(words: list[str]) -> int:
     except (UserError, DataError, OSError, ValueError) as error:
         print(f"train_gpt.py: {error}", file=sys.stderr)
         return 1
+    finally:
+        if distributed.is_initialized():
+            distributed.destroy_process_group()
     return 0 if result.signal is None else 128 + result.signal
 
 

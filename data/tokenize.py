@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -30,7 +31,7 @@ import tyro
 from data.console import Progress, run_command
 from data.errors import DataError
 from data.shards import MAX_COUNT, MAX_ID, Shard, fingerprint, write_shard
-from data.tokenizer import load_tokenizer
+from data.tokenizer import Tokenizer, load_tokenizer
 
 PIECE_CHARACTERS = 1_000_000
 # Between a letter and a space before a letter every known splitting rule splits, so pieces encode as the whole does.
@@ -146,16 +147,18 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _encode(saved: str, texts: list[str]) -> list[np.ndarray]:
+def _encode_in_worker(saved: str, texts: list[str]) -> list[np.ndarray]:
     tokenizer = _worker_tokenizer(saved)
     return [np.array(tokenizer.encode(text), dtype=np.uint16) for text in texts]
 
 
-def _encoded(stream: Iterable[Piece], saved: str, workers: int) -> Iterator[tuple[Piece, np.ndarray]]:
-    """(piece, its ids uint16) in order, encoded by `workers` processes with the tokenizer of the file `saved`."""
+def _encoded(
+    stream: Iterable[Piece], tokenizer: Tokenizer, saved: Path, workers: int
+) -> Iterator[tuple[Piece, np.ndarray]]:
+    """(piece, its ids uint16) in order, encoded by `workers` processes, which load the tokenizer from `saved`."""
     if workers == 1:
-        for batch in _batches(stream):
-            yield from zip(batch, _encode(saved, [piece.text for piece in batch]))
+        for piece in stream:
+            yield piece, np.array(tokenizer.encode(piece.text), dtype=np.uint16)
         return
     # A fresh interpreter each: forking would copy locks that threads of the tokenizer's library may hold.
     context = multiprocessing.get_context("spawn")
@@ -163,13 +166,13 @@ def _encoded(stream: Iterable[Piece], saved: str, workers: int) -> Iterator[tupl
         waiting = deque()
         try:
             for batch in _batches(stream):
-                waiting.append((batch, pool.submit(_encode, saved, [piece.text for piece in batch])))
+                waiting.append((batch, pool.submit(_encode_in_worker, str(saved), [piece.text for piece in batch])))
                 if len(waiting) > 2 * workers:
                     yield from _finished(waiting)
             while waiting:
                 yield from _finished(waiting)
         except BrokenProcessPool:
-            raise DataError("a worker process died, most likely out of memory: try fewer with --workers") from None
+            raise DataError("a worker process died, most likely out of memory: try --workers 1") from None
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
@@ -266,9 +269,13 @@ def tokenize(
         saved = staging / "tokenizer.json"
         loaded.save(saved)
         train, val = ShardFiller(staging, "train", shard_tokens), ShardFiller(staging, "val", shard_tokens)
-        with Progress("tokenizing", total, log) as progress:
-            stream = pieces(read_documents(files), val_fraction)
-            documents = _fill(_encoded(stream, str(saved), workers), loaded.bos, train, val, progress)
+        stream = pieces(read_documents(files), val_fraction)
+        # Closing stops the workers at once when the other side of the loop fails or is interrupted.
+        with (
+            Progress("tokenizing", total, log) as progress,
+            closing(_encoded(stream, loaded, saved, workers)) as encoded,
+        ):
+            documents = _fill(encoded, loaded.bos, train, val, progress)
         if not documents:
             raise DataError(f"there is no text in {files[0]}" + (" and the other files" if len(files) > 1 else ""))
         if val_fraction and not val.tokens:

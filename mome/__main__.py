@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 
 from mome.errors import UserError
-from mome.tools.options import error_line
+from mome.options import error_line
 
 TOOLS: dict[str, tuple[str, str]] = {
     "sample": ("mome.tools.sample", "continue a prompt with the model of a run"),

@@ -6,8 +6,6 @@ Not here: what a run does with it (train_gpt.py).
 
 from __future__ import annotations
 
-import contextlib
-import io
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -16,6 +14,7 @@ import tyro
 
 from mome.config import RunConfig, nearest
 from mome.errors import UserError
+from mome.options import parse as options_from
 from mome.presets import ABOUT, PRESETS
 from mome.runfolder import RunFolder
 
@@ -40,7 +39,8 @@ def parse(words: list[str]) -> Options:
     if preset not in PRESETS:
         raise UserError(f"{preset}: no such preset{nearest(preset, PRESETS)}; there are {', '.join(PRESETS)}")
     flags = words[1:] if named else words
-    options = run_tyro(PRESETS[preset], flags)
+    prog = "python train_gpt.py " + (preset if named else "[PRESET]")
+    options = options_from(Options, flags, prog, default=Options(PRESETS[preset]))
     if options.resume is None:
         return options
     folder = RunFolder.open(options.resume)

@@ -28,7 +28,7 @@ def export(run: LoadedRun, folder: Path, shard_bytes: int = SHARD_BYTES) -> None
     """Write `run`, whose tables are read from its checkpoint piece by piece, into a new or empty folder.
 
     Files: config.json, model.safetensors (dense weights), rows_NAME_nnnnn.safetensors (`rows` [n, lanes, dim], decay
-    materialised, at most shard_bytes each), tokenizer.json unless the tokenizer is GPT-2's. Raises UserError for a folder in use.
+    materialised, at most shard_bytes each), tokenizer.json. Raises UserError for a folder in use.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} is in use; name a new or empty folder")
@@ -41,12 +41,11 @@ def export(run: LoadedRun, folder: Path, shard_bytes: int = SHARD_BYTES) -> None
         for file, rows_ULD in zip(shards[name], table.iter_rows(chunk)):
             save_file({"rows": rows_ULD}, folder / file)
     save_file({key: value.contiguous() for key, value in run.parts.model.state_dict().items()}, folder / "model.safetensors")
-    if run.config.tokenizer != "gpt2":
-        run.tokenizer.save(folder / "tokenizer.json")
+    run.tokenizer.save(folder / "tokenizer.json")
     # The configuration comes last: a folder without it was not finished.
     write_json(folder / "config.json", {
         "format": FORMAT, "step": run.step, "vocab_size": run.tokenizer.vocab_size, "bos": run.tokenizer.bos,
-        "tokenizer": "gpt2" if run.config.tokenizer == "gpt2" else "tokenizer.json", "shards": shards, "run": to_dict(run.config),
+        "shards": shards, "run": to_dict(run.config),
     })  # fmt: skip
 
 
@@ -60,7 +59,7 @@ def from_pretrained(folder: Path | str) -> tuple[Parts, Tokenizer, RunConfig]:
     if kept.get("format") != FORMAT:
         raise UserError(f"{folder}: its format is {kept.get('format')}, this version reads {FORMAT}; export the run again")
     config = from_dict(RunConfig, kept["run"])
-    tokenizer = load_tokenizer("gpt2" if kept["tokenizer"] == "gpt2" else folder / kept["tokenizer"])
+    tokenizer = load_tokenizer(folder / "tokenizer.json")
     model, memories = build_model(config, kept["vocab_size"], kept["bos"])
     model.load_state_dict(load_file(folder / "model.safetensors"))
     tables = {name: FileTable(memory.spec, [folder / file for file in kept["shards"][name]]) for name, memory in memories.items()}

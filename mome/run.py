@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 import data.local
-from data.errors import DataError
 from data.loader import RowPlan
 from data.shards import Shard, find_shards, fingerprint
 from data.tokenizer import Tokenizer, load_tokenizer
@@ -28,6 +27,7 @@ from mome.plain import PlainGPT
 from mome.runfolder import RunFolder
 from mome.table.file import FileTable
 from mome.table.rows import RowTable, WorkingSet
+from optim.schedule import Schedule
 
 CACHE = Path(__file__).resolve().parent.parent / ".cache"
 
@@ -153,7 +153,7 @@ def load_run(path: Path, log: Callable[[str], None] = print) -> LoadedRun:
     """The newest whole checkpoint of a run, for reading: on the CPU in float32, its tables left in their files."""
     folder = RunFolder.open(path)
     config = folder.config()
-    tokenizer = folder_tokenizer(folder, config)
+    tokenizer = load_tokenizer(folder.path / "tokenizer.json")
     whole = newest(folder.checkpoints, log)
     if whole is None:
         raise UserError(f"{folder.path}: no whole checkpoint yet; go on with: python train_gpt.py --resume {folder.path}")
@@ -167,16 +167,6 @@ def load_run(path: Path, log: Callable[[str], None] = print) -> LoadedRun:
     return LoadedRun(folder, config, Parts(model.requires_grad_(False), memories, tables), tokenizer, checkpoint.state["step"])
 
 
-def folder_tokenizer(folder: RunFolder, config: RunConfig) -> Tokenizer:
-    """The tokenizer kept in a run's folder (GPT-2's is named, not kept)."""
-    if config.tokenizer == "gpt2":
-        return load_tokenizer("gpt2")
-    kept = folder.path / "tokenizer.json"
-    if not kept.is_file():
-        raise DataError(f"{kept} is missing; copy the run's tokenizer.json back into its folder")
-    return load_tokenizer(kept)
-
-
 def load_model(model: nn.Module, checkpoint: Checkpoint) -> None:
     """Fill a model from a checkpoint; one of another shape is refused by the first tensor that differs."""
     own, saved = model.state_dict(), checkpoint.tensors("model")
@@ -187,7 +177,7 @@ def load_model(model: nn.Module, checkpoint: Checkpoint) -> None:
     model.load_state_dict(saved)
 
 
-def row_plan(config: RunConfig, step: int) -> RowPlan:
-    """What a step is made of."""
-    now = config.make_schedule().at(min(step, config.steps - 1))
+def row_plan(schedule: Schedule, step: int) -> RowPlan:
+    """What a step is made of; past the last step (a look-ahead's end) the plan stays as it was."""
+    now = schedule.at(min(step, schedule.steps - 1))
     return RowPlan(rows=now.rows, tokens=now.tokens, document_cap=now.document_cap)

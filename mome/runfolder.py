@@ -142,7 +142,7 @@ class RunFolder:
             write_json(self.path / "environment.json", environment)
         if not (self.path / "source.zip").exists():
             self.write_source()
-        if tokenizer.name != "gpt2" and not (self.path / "tokenizer.json").exists():
+        if not (self.path / "tokenizer.json").exists():
             tokenizer.save(self.path / "tokenizer.json")
 
     def write_source(self) -> None:

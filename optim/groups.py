@@ -61,8 +61,9 @@ class OptimConfig:
         if not 0 <= self.matrix_beta2 < 1:
             raise ValueError(f"optim matrix_beta2 is {self.matrix_beta2}; it must be from 0 to below 1")
         for field in fields(self)[1:]:
-            if not 0 <= getattr(self, field.name) < math.inf:
-                raise ValueError(f"optim {field.name} is {getattr(self, field.name)}; it must be finite and not negative")
+            value = getattr(self, field.name)
+            if not 0 <= value < math.inf:
+                raise ValueError(f"optim {field.name} is {value}; it must be finite and not negative")
 
 
 @dataclass(frozen=True)
@@ -83,19 +84,21 @@ class Group:
     split: int = 1
 
 
-# Read top down, the first row that fits: words that must stand in the name, whole between dots and underscores; fewest
-# dimensions (a parameter of one number counts as none); label. No word: any name.
-PATTERNS: tuple[tuple[str, int, str], ...] = (
-    ("router_bias",                                      0, "gates"),
-    ("scale|scales|lambda|lambdas|lam|lams|bias|biases", 0, "scalars"),
-    ("smear",                                            1, "smear"),
-    ("gate|gates",                                       0, "gates"),
-    ("router|routers",                                   2, "router"),
-    ("^embed",                                           2, "embed"),
-    ("^head",                                            2, "head"),
-    ("^blocks.*qkv",                                     2, "qkv"),
-    ("^blocks.*down",                                    2, "down"),
-    ("^blocks.*(attn_out|up)",                           2, "matrix"),
+NamedParameters = Iterable[tuple[str, Parameter]]
+
+# Read top down, the first row that fits: what the name begins with; a word that stands in it, whole between dots and
+# underscores; fewest dimensions (a parameter of one number counts as having none); label.
+PATTERNS: tuple[tuple[str, str, int, str], ...] = (
+    ("",        "router_bias",                                      0, "gates"),
+    ("",        "scale|scales|lambda|lambdas|lam|lams|bias|biases", 0, "scalars"),
+    ("",        "smear",                                            1, "smear"),
+    ("",        "gate|gates",                                       0, "gates"),
+    ("",        "router|routers",                                   2, "router"),
+    ("embed",   "embed",                                            2, "embed"),
+    ("head",    "head",                                             2, "head"),
+    ("blocks.", "qkv",                                              2, "qkv"),
+    ("blocks.", "down",                                             2, "down"),
+    ("blocks.", "attn_out|up",                                      2, "matrix"),
 )  # fmt: skip
 
 
@@ -108,18 +111,18 @@ def groups(config: OptimConfig) -> tuple[Group, ...]:
             Group("undecayed", "adamw", c.plain_lr, 1.0, (0.9, 0.95), 0.0),
         )
     muon, decay = (0.95, c.matrix_beta2), c.matrix_weight_decay
-    adam, slow = c.adam_lr, (0.9, 0.99)
+    adam, adam_decay, slow = c.adam_lr, c.adam_weight_decay, (0.9, 0.99)
     return (
-        #     label      rule       lr                       lr_mul           betas        weight_decay                 split
-        Group("qkv",     "normuon", c.matrix_lr,             1.0,             muon,        decay,                       3),
-        Group("matrix",  "normuon", c.matrix_lr,             1.0,             muon,        decay),
-        Group("down",    "normuon", c.matrix_lr,             c.down_lr_mul,   muon,        decay),
-        Group("router",  "normuon", c.matrix_lr,             c.router_lr_mul, muon,        decay),
-        Group("embed",   "adam",    adam * c.embed_lr_mul,   1.0,             (0.5, 0.95), 150 * c.adam_weight_decay),
-        Group("head",    "adam",    adam * c.head_lr_mul,    1.0,             (0.5, 0.95), 150 * c.adam_weight_decay),
-        Group("gates",   "adam",    adam * c.gate_lr_mul,    1.0,             slow,        c.adam_weight_decay),
-        Group("smear",   "adam",    adam * c.smear_lr_mul,   1.0,             slow,        0.0),
-        Group("scalars", "adam",    adam * c.scalar_lr_mul,  1.0,             slow,        0.0),
+        #     label      rule       lr                      lr_mul           betas        weight_decay      split
+        Group("qkv",     "normuon", c.matrix_lr,            1.0,             muon,        decay,            3),
+        Group("matrix",  "normuon", c.matrix_lr,            1.0,             muon,        decay),
+        Group("down",    "normuon", c.matrix_lr,            c.down_lr_mul,   muon,        decay),
+        Group("router",  "normuon", c.matrix_lr,            c.router_lr_mul, muon,        decay),
+        Group("embed",   "adam",    adam * c.embed_lr_mul,  1.0,             (0.5, 0.95), 150 * adam_decay),
+        Group("head",    "adam",    adam * c.head_lr_mul,   1.0,             (0.5, 0.95), 150 * adam_decay),
+        Group("gates",   "adam",    adam * c.gate_lr_mul,   1.0,             slow,        adam_decay),
+        Group("smear",   "adam",    adam * c.smear_lr_mul,  1.0,             slow,        0.0),
+        Group("scalars", "adam",    adam * c.scalar_lr_mul, 1.0,             slow,        0.0),
     )  # fmt: skip
 
 
@@ -132,16 +135,17 @@ def label_of(name: str, parameter: torch.Tensor, config: OptimConfig) -> str:
     dims = 0 if parameter.numel() == 1 else parameter.ndim
     if config.kind == "adamw":
         return "decayed" if dims >= 2 else "undecayed"
-    for words, least, label in PATTERNS:
-        if dims >= least and re.search(rf"(?:^|[._])(?:{words})(?:$|[._])", name):
+    for start, words, least, label in PATTERNS:
+        if dims >= least and name.startswith(start) and re.search(rf"(?:^|[._])(?:{words})(?:$|[._])", name):
             return label
     if dims <= 1:
         return "scalars"
-    raise ValueError(f"parameter {name} of shape {tuple(parameter.shape)} has no label; add a row to PATTERNS in optim/groups.py")
+    shape = tuple(parameter.shape)
+    raise ValueError(f"parameter {name} of shape {shape} has no label; add a row to PATTERNS in optim/groups.py")
 
 
-def assign(named_parameters: Iterable[tuple[str, Parameter]], config: OptimConfig) -> dict[str, list[tuple[str, Parameter]]]:
-    """Label -> its (name, parameter) pairs, in the order of the table and of the model; labels without any are left out.
+def assign(named_parameters: NamedParameters, config: OptimConfig) -> dict[str, list[tuple[str, Parameter]]]:
+    """Label -> its (name, parameter) pairs, in the order of the table and the model; labels without any are left out.
 
     Raises ValueError for a parameter without a label, and for one that comes twice, by name or as the same tensor.
     """
@@ -159,8 +163,8 @@ def assign(named_parameters: Iterable[tuple[str, Parameter]], config: OptimConfi
     return {label: pairs for label, pairs in members.items() if pairs}
 
 
-def build_optimizers(named_parameters: Iterable[tuple[str, Parameter]], config: OptimConfig) -> list[torch.optim.Optimizer]:
-    """One optimizer for each rule that has parameters, in the order of the table; every parameter is in one group of one.
+def build_optimizers(named_parameters: NamedParameters, config: OptimConfig) -> list[torch.optim.Optimizer]:
+    """One optimizer for each rule that has parameters, in the order of the table; a parameter group for each label.
 
     A parameter group carries its "label". Raises ValueError as `assign` does.
     """
@@ -169,7 +173,8 @@ def build_optimizers(named_parameters: Iterable[tuple[str, Parameter]], config: 
     for group in groups(config):
         if group.label in members:
             params = [parameter for _, parameter in members[group.label]]
-            by_rule.setdefault(group.rule, []).append({"params": params, "label": group.label, "lr": group.lr} | _values(group))
+            values = {"params": params, "label": group.label, "lr": group.lr} | _values(group)
+            by_rule.setdefault(group.rule, []).append(values)
     make = {
         "normuon": NorMuon,
         "adam": lambda params: CautiousAdam(params, eps=config.adam_eps),
@@ -191,7 +196,9 @@ def _values(group: Group) -> dict:
     return {"betas": group.betas} | decay
 
 
-def set_schedule(optimizers: Iterable[torch.optim.Optimizer], config: OptimConfig, *, lr_mul: float, momentum: float) -> None:
+def set_schedule(
+    optimizers: Iterable[torch.optim.Optimizer], config: OptimConfig, *, lr_mul: float, momentum: float
+) -> None:
     """Before a step: every group's lr = its base value * lr_mul, and Muon's momentum. AdamW's betas stay."""
     base = {group.label: group.lr for group in groups(config)}
     for optimizer in optimizers:
@@ -201,7 +208,7 @@ def set_schedule(optimizers: Iterable[torch.optim.Optimizer], config: OptimConfi
                 group["momentum"] = momentum
 
 
-def describe(named_parameters: Iterable[tuple[str, Parameter]], config: OptimConfig) -> str:
+def describe(named_parameters: NamedParameters, config: OptimConfig) -> str:
     """The table with what falls into it, as text: a line a label and one for the sum. Parameters may be on meta."""
     members = assign(named_parameters, config)
     lines = [("group", "rule", "tensors", "parameters", "lr", "lr mul", "betas", "decay", "split")]
@@ -216,8 +223,7 @@ def describe(named_parameters: Iterable[tuple[str, Parameter]], config: OptimCon
     pairs = [pair for one in members.values() for pair in one]
     lines.append(("all", "", str(len(pairs)), f"{sum(parameter.numel() for _, parameter in pairs):,}", *[""] * 5))
     widths = [max(map(len, column)) for column in zip(*lines)]
-    left = ("group", "rule")
     return "\n".join(
-        "  ".join(cell.ljust(width) if head in left else cell.rjust(width) for head, cell, width in zip(lines[0], line, widths)).rstrip()
+        "  ".join(f"{cell:{'<' if column < 2 else '>'}{widths[column]}}" for column, cell in enumerate(line)).rstrip()
         for line in lines
     )

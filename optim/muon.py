@@ -115,6 +115,6 @@ def _check(parameter: Tensor, split: int) -> None:
     if parameter.ndim < 2:
         raise ValueError(f"NorMuon got a parameter of shape {shape}; it takes matrices: give this one to an Adam")
     if shape[-2] % split:
-        raise ValueError(f"NorMuon can't split the {shape[-2]} rows of a parameter of shape {shape} into {split} matrices")
+        raise ValueError(f"NorMuon got a parameter of shape {shape}, whose {shape[-2]} rows don't split into {split}")
     if not parameter.is_contiguous():
         raise ValueError(f"NorMuon got a parameter of shape {shape} that is not contiguous; make it with .contiguous()")

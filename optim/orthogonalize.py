@@ -6,7 +6,7 @@ Not here: what an optimizer does with the result (optim/muon.py).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -43,7 +43,12 @@ def newton_schulz(matrices: Tensor, dtype: torch.dtype | None = None, steps: int
     return _orthogonalize(matrices, (NEWTON_SCHULZ,) * steps, dtype, lambda norm: norm.clamp(min=1e-7))
 
 
-def _orthogonalize(matrices: Tensor, coefficients: Sequence[Coefficients], dtype: torch.dtype | None, divisor) -> Tensor:
+def _orthogonalize(
+    matrices: Tensor,
+    coefficients: Sequence[Coefficients],
+    dtype: torch.dtype | None,
+    divisor: Callable[[Tensor], Tensor],
+) -> Tensor:
     if matrices.ndim < 2:
         raise ValueError(f"a tensor of shape {tuple(matrices.shape)} has no matrices; give [..., rows, cols]")
     if dtype is None:

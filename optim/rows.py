@@ -93,8 +93,8 @@ class RowClock:
 
     def state_dict(self) -> dict[str, Tensor]:
         """`log_decay` and `log_beta2`: float64 [event + 1], on the CPU."""
+        sums = self._sums[:, : self.event + 1].cpu()
         # Copies, because torch.save of a view would write the whole buffer behind it.
-        sums = self._sums[:, : self.event + 1].to("cpu", copy=True)
         return {"log_decay": sums[0].clone(), "log_beta2": sums[1].clone()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:

@@ -40,7 +40,7 @@ case "$1 $2" in
     "-m pip") echo installing; exit ${PIP_EXIT:-0} ;;
     "-m pytest") echo "cwd=$PWD threads=$OMP_NUM_THREADS words=$*"; exit 5 ;;
 esac
-exec @REAL@ "$@"
+exec "@REAL@" "$@"
 """
 
 # An interpreter on the PATH. OLD and BARE make it too old, or one without the venv module.

@@ -162,11 +162,11 @@ class RoutedMemory(Memory):
         index = self.layers.index(layer)
         weights_NHS = self._weights(index, payload.ids_N, site).permute(2, 0, 1)
         weights_NHS = F.pad(weights_NHS, (0, self.config.shared_slots), value=1.0)
-        rows_NGSD = payload.slots[index].to(site.x.dtype)
+        # The gate goes into the weights, a handful for each head, rather than over the head's width.
+        weights_NHS = weights_NHS * open_gates(site.h, self.gate[index]).flatten(0, 1).unsqueeze(-1)
         # bmm over a permuted batch is ten times slower on the CPU: lay it out.
-        weights_NGHS = weights_NHS.unflatten(1, (self.banks, -1)).to(site.x.dtype).contiguous()
-        memory_BTHD = (weights_NGHS @ rows_NGSD).view(site.x.shape)
-        return open_gates(site.h, self.gate[index]).unsqueeze(-1).to(site.x.dtype) * memory_BTHD
+        weights_NGHS = weights_NHS.to(site.x.dtype).contiguous().unflatten(1, (self.banks, -1))
+        return (weights_NGHS @ payload.slots[index].to(site.x.dtype)).view(site.x.shape)
 
     def routes(self, layer: int, payload: RoutedRows, site: PlugPoint) -> Tensor:
         """Weights of the routed slots at `layer`, [B, T, H, M], fp32 or more, as `read` uses them; 0: not selected."""
@@ -183,7 +183,7 @@ class RoutedMemory(Memory):
         else:
             logits_HMN = F.linear(site.x.flatten(0, 1).to(wide), router, bias).permute(1, 2, 0).contiguous()
         order_HMN = tie_order(ids_N, self.heads, self.slots, first_site=index * self.heads)
-        selected_HMN = select(logits_HMN.detach(), order_HMN, self.config.top_k)
+        selected_HMN = select(logits_HMN, order_HMN, self.config.top_k)
         return slot_weights(logits_HMN, selected_HMN, self.config.weights, self.config.top_k)
 
 

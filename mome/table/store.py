@@ -1,6 +1,6 @@
 """Where a table's rows lie.
 
-Lives here: DeviceStore, raw rows in one tensor on one device, read and written by sorted row ids.
+Lives here: DeviceStore, raw rows in one tensor on one device, read and written by row id.
 Not here: what a raw row is worth now (decay), who may write it, and optimizer state (rows.py).
 """
 

@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import IO
 
 from mome.errors import UserError
+from mome.options import parse
 from mome.tools.live import Live, time_to_go
-from mome.tools.options import parse
 from mome.tools.report import duration
 from mome.tools.runs import json_bytes, number, read_config, read_result, write_atomic
 from mome.tools.verdict import write_verdict

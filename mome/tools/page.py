@@ -39,7 +39,8 @@ table { border-collapse: collapse; font-size: .88rem; font-variant-numeric: tabu
 table.full { width: 100%; }
 th, td { text-align: left; padding: 4px 14px 4px 0; border-bottom: 1px solid var(--rule); vertical-align: top; }
 tr:last-child > td { border-bottom: 0; }
-th { color: var(--soft); font-weight: 600; vertical-align: bottom; } td.num, th.num { text-align: right; }
+th { color: var(--soft); font-weight: 600; vertical-align: bottom; }
+td.num, th.num { text-align: right; } td.num { white-space: nowrap; }
 td.value { overflow-wrap: anywhere; min-width: 8.5em; }
 tr.differs td { background: var(--mark); } td:first-child, th:first-child { padding-left: 6px; }
 .best { font-weight: 700; color: var(--good); }

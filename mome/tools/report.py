@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import tyro
 
 from mome.errors import UserError
-from mome.tools.options import parse
+from mome.options import parse
 from mome.tools.page import Html, bar, element, page, pairs, picture, section, shown, table
 from mome.tools.plots import Line, loss_figure
 from mome.tools.runs import Points, Run, flatten, labels, number, points, read_run, smooth, write_atomic

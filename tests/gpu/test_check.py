@@ -27,7 +27,7 @@ case "$all" in
     *"-m pytest -m gpu tests/gpu"*) echo "two tests"; cp "$LEFT/tests.xml" "${all##*--junitxml=}"; exit $TESTS_EXIT ;;
     *"-m torch.distributed.run --standalone --nproc_per_node=1 train_gpt.py local --steps 20 --runs-dir"*)
         cp -r "$LEFT/runs" "${@: -1}" ;;
-    *) exec @REAL@ "$@" ;;
+    *) exec "@REAL@" "$@" ;;
 esac
 """.replace("@REAL@", sys.executable)
 CASES = '<testcase classname="t" name="a"/><testcase classname="t" name="b">{}</testcase>'

@@ -7,8 +7,7 @@ import math
 import pytest
 import torch
 
-from mome.table.rows import RowTable, TableSpec, initial_rows
-from mome.table.store import DeviceStore
+from mome.table.rows import RowTable, TableSpec
 from optim.rows import RowRule
 
 KINDS = ["adam", "adagrad", "sgd"]
@@ -324,7 +323,7 @@ def test_repeats_give_the_same_bits(kind):
 def test_the_order_of_lookups_does_not_matter(kind):
     """Small whole numbers as gradients add up without rounding, so a permutation must give the same bits."""
     tables = [make(kind), make(kind)]
-    for event in range(5):
+    for _ in range(5):
         ids, push = torch.randint(30, (40,)), torch.randint(-3, 4, (40, 3, 4)).float()
         order = torch.randperm(40)
         for table, ids_k, push_k in ((tables[0], ids, push), (tables[1], ids[order].view(5, 8), push[order])):
@@ -355,80 +354,3 @@ def test_state_is_one_fp32_a_lane_and_one_int32_a_row(kind, lane_bytes):
     held = table.state_dict()
     assert held["rows"].nbytes == table.table_bytes()
     assert sum(held[key].nbytes for key in held.keys() & {"second", "last_event"}) == table.state_bytes()
-
-
-@pytest.mark.parametrize("init", [0.0, 0.25])
-def test_a_new_table_is_the_initialisers_and_nothing_uninitialised(init, poison_empty):
-    table = make(spec=TableSpec(1000, 3, 40, init))
-    rows = torch.cat(list(table.iter_rows()))
-    assert rows.isfinite().all() and (init > 0 or not rows.any())
-    train(table, 0, 2)
-    assert all(tensor.isfinite().all() for tensor in table.state_dict().values())
-
-
-def test_the_initialiser_makes_any_subset_equal_to_the_whole():
-    spec = TableSpec(3000, 2, 17, 0.1)
-    whole = initial_rows(spec, 5, torch.arange(3000), torch.float32)
-    for ids in (torch.randperm(3000)[:700], torch.tensor([2999]), torch.arange(0), torch.zeros(5).long()):
-        assert torch.equal(initial_rows(spec, 5, ids, torch.float32), whole[ids])
-    double = initial_rows(spec, 5, torch.arange(3000), torch.float64)
-    torch.testing.assert_close(whole.double(), double, rtol=1e-7, atol=0)
-
-
-def test_the_initialiser_is_uniform_and_keyed_by_seed_and_name():
-    spec = TableSpec(2000, 4, 50, init=0.2)
-    rows = initial_rows(spec, 3, torch.arange(2000), torch.float64).flatten()
-    n = rows.numel()
-    assert rows.min() >= -0.2 and rows.max() <= 0.2 and rows.min() < -0.1999 and rows.max() > 0.1999
-    sd = 0.2 / math.sqrt(3)
-    assert abs(rows.mean()) < 5 * sd / math.sqrt(n)
-    assert abs(rows.square().mean() / sd**2 - 1) < 5 * math.sqrt(0.8 / n)
-    counts = torch.histc(rows, bins=64, min=-0.2, max=0.2)
-    assert ((counts - n / 64).abs() < 5 * math.sqrt(n / 64)).all()
-    lag = torch.stack([(rows[k:] * rows[:-k]).mean() / sd**2 for k in (1, 50, 200)])
-    assert lag.abs().max() < 5 / math.sqrt(n)
-    other = initial_rows(spec, 4, torch.arange(2000), torch.float64).flatten()
-    assert abs((rows * other).mean()) / sd**2 < 5 / math.sqrt(n)
-    named = [RowTable(SPEC, RowRule("adam"), 1, name=name).read_rows(torch.arange(50)) for name in ("a", "b", "a")]
-    assert torch.equal(named[0], named[2]) and not torch.equal(named[0], named[1])
-
-
-def test_any_integer_is_a_seed():
-    for seed in (-1, 0, 1 << 63, (1 << 64) + 1, -(1 << 70)):
-        assert make(seed=seed).read_rows(torch.arange(50)).isfinite().all()
-
-
-def plain_initial(seed: int, counter: int, init: float) -> float:
-    mask = (1 << 64) - 1
-
-    def mix(n: int) -> int:
-        z = (n + 1) * 0x9E3779B97F4A7C15 & mask
-        z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & mask
-        z = (z ^ (z >> 27)) * 0x94D049BB133111EB & mask
-        return z ^ (z >> 31)
-
-    return (2 * (mix(mix(seed) + counter) >> 40) + 1 - (1 << 24)) * init / (1 << 24)
-
-
-def test_addresses_past_two_to_the_31_are_int64():
-    """The initialiser at rows of a table of 2**41 numbers, without the table, against Python integers."""
-    spec = TableSpec(rows=1 << 32, lanes=8, dim=64, init=0.5)
-    ids = torch.tensor([0, (1 << 31) // 512, (1 << 31) - 1, 1 << 31, (1 << 32) - 1])
-    rows = initial_rows(spec, 9, ids, torch.float64)
-    for u, row in enumerate(ids.tolist()):
-        for lane, d in ((0, 0), (3, 17), (7, 63)):
-            assert rows[u, lane, d].item() == plain_initial(9, row * 512 + lane * 64 + d, 0.5)
-
-
-def test_a_store_past_two_to_the_31_numbers_reads_what_it_wrote():
-    """One byte a number and pages that are never touched: 2 GiB of addresses, a few pages of memory."""
-    rows = (1 << 31) // 64 + 3
-    store = DeviceStore(rows, 1, 64, torch.uint8, "cpu")
-    ids = torch.tensor([5, rows - 4, rows - 3, rows - 1])
-    values = torch.arange(4 * 64).view(4, 1, 64).to(torch.uint8)
-    store.write(ids, values)
-    assert torch.equal(store.read(ids.flip(0)), values.flip(0))
-    out = torch.empty(4, 1, 64, dtype=torch.uint8)
-    store.read(ids, out=out)
-    assert torch.equal(out, values)
-    assert store.rows_RLD.flatten()[(rows - 1) * 64 + 9] == values[3, 0, 9]

@@ -17,7 +17,7 @@ import pytest
 
 from mome.__main__ import TOOLS, dispatch, main
 from mome.errors import UserError
-from mome.tools.options import error_line, parse
+from mome.options import error_line, parse
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -145,10 +145,18 @@ class Some:
     a_number: int = 1
     """A number."""
 
+    def __post_init__(self):
+        if self.a_number < 0:
+            raise UserError(f"--a-number {self.a_number}: give a number that is 0 or more, such as 1")
 
-def test_options():
+
+@pytest.mark.parametrize("columns", ["30", "200"])
+def test_options(columns, monkeypatch):
+    monkeypatch.setenv("COLUMNS", columns)
     assert parse(Some, ["--a-number", "3"], "x") == Some(3)
     with pytest.raises(UserError, match=r"--a-nubmer.*\(did you mean --a-number\?\); see x --help$"):
         parse(Some, ["--a-nubmer", "3"], "x")
     with pytest.raises(UserError, match="invalid literal for int"):
         parse(Some, ["--a-number", "three"], "x")
+    with pytest.raises(UserError, match=r"^--a-number -1: give a number that is 0 or more, such as 1; see x --help$"):
+        parse(Some, ["--a-number", "-1"], "x")

@@ -50,10 +50,14 @@ else:
     (folder / "environment.json").write_text(json.dumps({"torch": "2.13.0", "cores": 2}))
 stop = []
 signal.signal(signal.SIGINT, lambda *_: stop.append(1))
-if "--fail" in words and preset == "local-dense" and seed == 1 and not once.exists():
-    once.touch()
-    print("\\n".join(f"noise {i}" for i in range(50)), file=sys.stderr)
-    sys.exit("train_gpt.py: the disk is full")
+if "--fail" in words and preset == "local-dense" and seed == 1:
+    failed = len(once.read_text()) if once.exists() else 0
+    once.write_text("x" * (failed + 1))
+    if failed == 0:
+        print("\\n".join(f"noise {i}" for i in range(50)), file=sys.stderr)
+        sys.exit("train_gpt.py: the disk is full")
+    if failed == 1:
+        sys.exit("train_gpt.py: still full")
 for step in range(start + 1, steps + 1):
     time.sleep(float(flag("--sleep", 0)))
     state *= 1.0 - 1.0 / (2 + step)
@@ -65,6 +69,7 @@ for step in range(start + 1, steps + 1):
     (made / "state").write_text(json.dumps([step, state]))
     (made / "COMPLETE").touch()
     if stop:
+        (folder / "stopped").touch()
         sys.exit(130)
     if "--die" in words and step == 3 and not once.exists():
         once.touch()
@@ -113,7 +118,7 @@ def test_an_arm_in_one_word():
     ["", "  ", "--seed 1", "x=", "local 'open", "local --seed 1", "local --runs_dir=x", "a=local --resume y"],
 )
 def test_a_wrong_arm_is_refused(wrong):
-    with pytest.raises(UserError, match="^arm "):
+    with pytest.raises(UserError, match=r"^arm "):
         parse_arm(wrong)
 
 
@@ -149,7 +154,7 @@ def test_a_killed_run_goes_on_where_it_was(trainer, tmp_path):
     with pytest.raises(RunFailed, match="local-dense, seed 0 failed with exit status -9 "):
         run_arms(ARMS[:2], [0], out, command=trainer, extra=["--die"])
     (killed,) = (out / "local-dense/seed0").glob("*_local-dense")
-    with pytest.raises(RunFailed, match="^local, seed 0 failed"):
+    with pytest.raises(RunFailed, match=r"^local, seed 0 failed"):
         run_arms(ARMS[:2], [0], out, command=trainer, extra=["--die"])
     # It went on with the folder's checkpoint, and ends where an undisturbed run would.
     assert calls(trainer)[1][-2:] == ["--resume", str(killed)]
@@ -176,8 +181,11 @@ def test_a_failing_arm_stops_and_keeps_what_is_done(trainer, tmp_path):
         run_arms(ARMS[:2], [1, 0], out, command=trainer, extra=["--fail"])
     tail = failure.value.tail.splitlines()
     assert len(tail) == 20 and tail[-1] == "train_gpt.py: the disk is full" and tail[0] == "noise 31"
+    with pytest.raises(RunFailed) as failure:
+        run_arms(ARMS[:2], [1, 0], out, command=trainer, extra=["--fail"])
+    assert failure.value.tail == "train_gpt.py: still full"
     run_arms(ARMS[:2], [1, 0], out, command=trainer, extra=["--fail"])
-    assert [words[0] for words in calls(trainer)] == ["local-dense", "local-dense", "local", "local", "local-dense"]
+    assert [words[0] for words in calls(trainer)] == [*["local-dense"] * 3, "local", "local", "local-dense"]
     assert (out / "local-dense/seed1/stderr.log").read_text().count("noise 49") == 1
 
 
@@ -242,7 +250,7 @@ sys.exit(compare.main(sys.argv[1:], {trainer!r}))
     _, said = process.communicate(timeout=20)
     assert process.returncode == 130 and said.startswith("stopped; ") and said.count("\n") == 1
     (folder,) = tmp_path.glob("out/local/seed0/*_local")
-    assert not (folder / "result.json").exists()
+    assert (folder / "stopped").exists() and not (folder / "result.json").exists()
     done = subprocess.run([sys.executable, "-c", script, *words], capture_output=True, text=True, timeout=30)
     assert done.returncode == 0, done.stderr
     assert final(folder) == pytest.approx(expected(1.0, 0)) and "--resume" in calls(trainer)[-1]
@@ -333,6 +341,17 @@ def test_plain_lines_tell_where_a_long_run_is(capsys, monkeypatch):
         "[1/2] a, seed 0", "[1/2] a, seed 0, step 5 of 10; 1 min 01 s to go", "[1/2] a, seed 0, step 6",
         "[1/2] a, seed 0: done; 9.5 s to go",
     ]  # fmt: skip
+
+
+def test_a_terminal_gets_a_bar_and_keeps_the_outcomes(capsys, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "120")
+    with Live(2) as live:
+        live.begin("[a], seed 0")
+        live.tick("[a], seed 0", 5, 10, 61.0)
+        live.end("[a], seed 0", "done", 9.5)
+    out = capsys.readouterr().out
+    assert "[1/2] [a], seed 0: done; 9.5 s to go\n" in out and "1/2" in out.splitlines()[-2]
 
 
 def test_the_last_whole_line_counts(tmp_path):

@@ -66,6 +66,7 @@ def test_equals_loops(cross, orders, poison_empty):
     memory.scale.data.uniform_(0.5, 2)
     for gate in memory.gate:
         gate.data.normal_()
+    assert memory.history == max(orders) - 1 and memory.reads == len(orders)
     tokens_BT = torch.randint(50_000, (2, 23))
     tokens_BT[0, [0, 1, 7, 12]] = BOS
     history_BH = torch.tensor([[-1, BOS], [9, 40_000]])[:, 2 - memory.history :]

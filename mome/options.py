@@ -1,7 +1,7 @@
 """From command-line words to a dataclass, and from an exception to one line.
 
 Lives here: what every command does with its words and its errors: one line on stderr, never a stack trace.
-Not here: the options themselves, which each tool declares in a dataclass of its own.
+Not here: the options themselves, which each command declares in a dataclass of its own.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 import itertools
+import re
 from collections.abc import Sequence
 from typing import TypeVar
 
@@ -17,8 +18,8 @@ from mome.errors import UserError
 Options = TypeVar("Options")
 
 
-def parse(kind: type[Options], words: Sequence[str], prog: str) -> Options:
-    """Fill the dataclass `kind` from words (tyro). `--help` prints and exits with 0.
+def parse(kind: type[Options], words: Sequence[str], prog: str, default: Options | None = None) -> Options:
+    """Fill the dataclass `kind` from words (tyro), over the values of `default`. `--help` prints and exits with 0.
 
     Errors: UserError of one line, with the nearest match where an option is unknown.
     """
@@ -27,7 +28,8 @@ def parse(kind: type[Options], words: Sequence[str], prog: str) -> Options:
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
-            return tyro.cli(kind, args=list(words), prog=prog)
+            given = {} if default is None else {"default": default}
+            return tyro.cli(kind, args=list(words), prog=prog, **given)
     except SystemExit as stop:
         if not stop.code:
             raise
@@ -40,6 +42,8 @@ def _condense(box: str, prog: str) -> str:
     inside = [line for line in lines if line and not line.startswith("\u256d")]
     rules = [i for i, line in enumerate(inside) if line[0] in "\u2500\u2570"]
     message = " ".join(inside[: rules[0] if rules else len(inside)]) or "the options cannot be read"
+    # What a dataclass itself refuses comes under the name of its class, which no user knows.
+    message = re.sub(r"^Error parsing [^-\s]\S*: ", "", message)
     near = next((after for line, after in itertools.pairwise(inside) if line.startswith("Perhaps you meant")), "")
     near = f" (did you mean {near.split()[0].rstrip(',')}?)" if near else ""
     return f"{message}{near}; see {prog} --help"

@@ -1,0 +1,182 @@
+"""Bad input to the trainer: one clear line on stderr, a non-zero exit, nothing lost."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+
+import numpy as np
+import pytest
+
+import train_gpt
+from data.shards import write_shard
+from mome.checkpoint import whole_checkpoints
+from tests import tiny
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return tiny.make_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture(scope="module")
+def finished(corpus, tmp_path_factory):
+    """A run of 6 steps with checkpoints at 2, 4 and 6, not to be changed."""
+    runs = tmp_path_factory.mktemp("runs")
+    assert train_gpt.main(tiny.tiny_flags(corpus, runs, "--steps", "6", "--save-every", "2")) == 0
+    return tiny.only_run(runs)
+
+
+def refused(words, capsys) -> str:
+    """The one line of a refusal."""
+    capsys.readouterr()
+    assert train_gpt.main(words) == 1
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1, err
+    return err
+
+
+def with_shard(corpus, part, path):
+    """The corpus flags with the shards of one part exchanged."""
+    flags = list(corpus)
+    flags[flags.index(f"--{part}-glob") + 1] = str(path)
+    return flags
+
+
+def damaged(corpus, part, tmp_path, change) -> list[str]:
+    """The corpus flags with a changed copy of one shard."""
+    source = corpus[corpus.index(f"--{part}-glob") + 1].replace("*", "000")
+    content = bytearray(open(source, "rb").read())
+    path = tmp_path / f"bad_{part}.bin"
+    path.write_bytes(change(content))
+    return with_shard(corpus, part, path)
+
+
+def header(content: bytearray, place: int, value: int) -> bytearray:
+    content[4 * place : 4 * place + 4] = value.to_bytes(4, "little")
+    return content
+
+
+CHANGES = {
+    "empty": lambda content: b"",
+    "truncated": lambda content: content[:-2],
+    "over-long": lambda content: content + b"\0\0",
+    "magic": lambda content: header(content, 0, 7),
+    "version": lambda content: header(content, 1, 9),
+    "token": lambda content: content[:-2] + (60_000).to_bytes(2, "little"),
+}
+
+
+@pytest.mark.parametrize("part", ["train", "val"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_damaged_shards(corpus, tmp_path, capsys, part, change):
+    err = refused(tiny.tiny_flags(damaged(corpus, part, tmp_path, CHANGES[change]), tmp_path / "runs"), capsys)
+    assert f"bad_{part}.bin" in err
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("part, what", [("train", "training"), ("val", "validation")])
+def test_no_shard(corpus, tmp_path, capsys, part, what):
+    err = refused(tiny.tiny_flags(with_shard(corpus, part, tmp_path / "none_*.bin"), tmp_path / "runs"), capsys)
+    assert what in err and "none_*.bin" in err
+
+
+def test_a_shard_shorter_than_a_row(corpus, tmp_path, capsys):
+    write_shard(tmp_path / "short.bin", np.arange(10))
+    assert "10 tokens" in refused(tiny.tiny_flags(with_shard(corpus, "train", tmp_path / "short.bin"), tmp_path / "runs"), capsys)
+
+
+def test_data_used_up_goes_on_with_the_next_epoch_or_stops_with_a_checkpoint(corpus, tmp_path, capsys):
+    write_shard(tmp_path / "small.bin", np.arange(700) % 250)
+    flags = with_shard(corpus, "train", tmp_path / "small.bin")
+    assert train_gpt.main(tiny.tiny_flags(flags, tmp_path / "repeat")) == 0
+    assert "epoch 2 begins" in capsys.readouterr().out
+    err = refused(tiny.tiny_flags(flags, tmp_path / "stop", "--on-exhausted", "stop", "--cycle", "3"), capsys)
+    assert "700 tokens" in err
+    assert whole_checkpoints(tiny.only_run(tmp_path / "stop") / "checkpoint")
+
+
+def test_resume_of_no_run(tmp_path, capsys):
+    assert "no run folder" in refused(["--resume", str(tmp_path)], capsys)
+
+
+def test_resume_under_another_configuration(finished, corpus, capsys):
+    words = tiny.tiny_flags(corpus, finished.parent, "--steps", "6", "--save-every", "2", "--model.width", "64", "--resume", str(finished))
+    assert "model.width: 32 -> 64" in refused(words, capsys)
+
+
+def test_resume_with_the_same_words_is_taken(finished, corpus, tmp_path):
+    copy = shutil.copytree(finished, tmp_path / "copy")
+    words = tiny.tiny_flags(corpus, finished.parent, "--steps", "6", "--save-every", "2", "--resume", str(copy))
+    assert train_gpt.main(words) == 0
+
+
+def test_resume_on_other_data(finished, tmp_path, capsys):
+    copy = shutil.copytree(finished, tmp_path / "copy")
+    config = json.loads((copy / "config.json").read_text())
+    write_shard(tmp_path / "other.bin", np.arange(5000) % 250)
+    config["train_glob"] = str(tmp_path / "other.bin")
+    (copy / "config.json").write_text(json.dumps(config))
+    assert "other data" in refused(["--resume", str(copy)], capsys)
+
+
+def test_resume_falls_back_to_the_last_whole_checkpoint(finished, tmp_path, capsys):
+    copy = shutil.copytree(finished, tmp_path / "copy")
+    (copy / "checkpoint" / "step_000006" / "optimizer.pt").write_bytes(b"")
+    assert train_gpt.main(["--resume", str(copy)]) == 0
+    assert "step_000006 is not whole" in capsys.readouterr().out
+    assert tiny.metrics(copy) == tiny.metrics(finished)
+
+
+def test_resume_of_a_checkpoint_of_another_shape(finished, tmp_path, capsys):
+    copy = shutil.copytree(finished, tmp_path / "copy")
+    config = json.loads((copy / "config.json").read_text())
+    config["model"]["width"] = 64
+    (copy / "config.json").write_text(json.dumps(config))
+    err = refused(["--resume", str(copy)], capsys)
+    assert "shape" in err and "another configuration" in err
+
+
+@pytest.mark.parametrize("step", [0, 3])
+def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_checkpoint(corpus, tmp_path, capsys, monkeypatch, step):
+    measure = train_gpt.cross_entropy
+    calls = iter(range(1000))
+    monkeypatch.setattr(train_gpt, "cross_entropy", lambda *args, **named: measure(*args, **named) * (float("nan") if next(calls) == step else 1))
+    err = refused(tiny.tiny_flags(corpus, tmp_path, "--save-every", "1"), capsys)
+    assert f"step {step + 1}: the loss is nan" in err
+    kept = whole_checkpoints(tiny.only_run(tmp_path) / "checkpoint")
+    assert [path.name for path in kept] == [f"step_{n:06d}" for n in range(1, step + 1)][-2:]
+
+
+def test_a_full_disk_stops_with_one_line_and_keeps_the_last_checkpoint(corpus, tmp_path):
+    """The limit on a file's size stands for the full disk: the table outgrows it, what came before does not."""
+    flags = tiny.tiny_flags(corpus, tmp_path, "--memory.ngram.rows", "20000", "--save-every", "2")
+    limited = (
+        "import resource, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (2_000_000, 2_000_000)); import train_gpt; sys.exit(train_gpt.main(sys.argv[1:]))"
+    )
+    process = tiny.subprocess.run([sys.executable, "-c", limited, *flags], cwd=tiny.ROOT, env=tiny.environment(), capture_output=True, text=True)
+    assert process.returncode == 1
+    assert process.stderr.count("\n") == 1 and "cannot be written" in process.stderr and "--resume" in process.stderr
+    folder = tiny.only_run(tmp_path)
+    assert not list((folder / "checkpoint").glob("*"))
+    assert len(tiny.metrics(folder)) == 2
+    # With room again the run goes on and ends.
+    status, _, err = tiny.run(["--resume", str(folder)])
+    assert status == 0, err
+
+
+def test_a_runs_folder_that_cannot_be_written(corpus, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert "file" in refused(tiny.tiny_flags(corpus, tmp_path / "file"), capsys)
+
+
+def test_a_command_that_does_not_exist_names_the_nearest():
+    status, _, err = tiny.run(["smaple"], module=["-m", "mome"])
+    assert status == 1 and "sample" in err and err.count("\n") == 1
+
+
+def test_a_second_process_is_refused(corpus, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "--nproc_per_node=1" in refused(tiny.tiny_flags(corpus, tmp_path), capsys)
