@@ -39,6 +39,7 @@ from mome.runfolder import RunFolder, environment, write_atomic, write_json
 from mome.table.rows import WorkingSet
 from mome.tools.report import write_report
 from optim.groups import build_optimizers, set_schedule
+from optim.groups import describe as describe_groups
 
 
 @dataclass
@@ -190,7 +191,8 @@ def train(config: RunConfig, resume: Path | None = None) -> RunResult:
     corpus = open_corpus(config, print)
     training = Training(config, corpus, device, dtype, print)
     folder = folder or RunFolder.create(config)
-    folder.start(environment(device, dtype, why, 1, corpus.fingerprint), corpus.tokenizer)
+    groups = describe_groups(training.parts.model.named_parameters(), config.optim)
+    folder.start(environment(device, dtype, why, 1, corpus.fingerprint) | {"groups": groups}, corpus.tokenizer)
     saved = checkpoint.newest(folder.checkpoints, print)
     if saved:
         training.load(checkpoint.Checkpoint(saved))

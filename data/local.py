@@ -45,7 +45,7 @@ class LocalCorpus:
 
 
 def build(cache_dir: Path = CACHE, log: Callable[[str], None] = print) -> LocalCorpus:
-    """The corpus in `cache_dir`, built there first if it is not there whole. About half a minute on two cores.
+    """The corpus in `cache_dir`, built there first if it is not there whole: 15 to 30 s on two cores.
 
     10 million tokens of 8,192 ids, one document a file of `PACKAGES`. The same on every machine: the fingerprint over
     shards and tokenizer is FINGERPRINT, or DataError says how to install the sources anew. A build that is stopped
@@ -159,6 +159,7 @@ def _checked(folder: Path) -> LocalCorpus:
 
 def main(args: Sequence[str] | None = None) -> int:
     """The command python -m data.local: builds the corpus if need be and prints where it is. Returns the exit code."""
+
     def local(cache: Path = CACHE) -> None:
         """Build the default corpus, unless it is there, and print where it lies.
 

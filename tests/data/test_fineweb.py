@@ -358,9 +358,12 @@ def test_the_command_fails_with_one_line(hub, tmp_path, monkeypatch, capsys, cas
         lock.acquire()
     assert main(["--shards", {"range": "0", "above": "104"}.get(case, "1"), "--out", str(tmp_path / "out")]) == 1
     lock.release()
-    error = capsys.readouterr().err
+    shown, error = capsys.readouterr()
     assert error.startswith("error: ") and error.count("\n") == 1
     assert re.search(message, error)
+    assert shown.count("trying again") == (3 if case in ("refused", "broken") else 0), (
+        "only what may pass is tried again"
+    )
 
 
 def test_every_file_is_a_shard_of_its_own_length(hub, tmp_path):

@@ -102,7 +102,13 @@ def test_validation_is_a_function_of_the_text_and_a_fraction_of_the_texts():
 
 
 @settings(deadline=None, max_examples=150)
-@given(st.text("ab \n.1'\u00e9", max_size=80) | st.text(max_size=30), st.sampled_from([1, 2, 7, 30]))
+@given(
+    st.lists(st.sampled_from(["a", "b c", " word", "\n", " ", ".", "1 x", "'s a", "\u00e9 b"]), max_size=30).map(
+        "".join
+    )
+    | st.text(max_size=30),
+    st.sampled_from([1, 2, 7, 30]),
+)
 def test_pieces_encode_as_the_whole_does(bpe, text, characters):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "PIECE_CHARACTERS", characters)

@@ -63,7 +63,10 @@ def test_labels(name):
     assert label_of(name, Parameter(torch.empty(shape)), OptimConfig()) == label
 
 
-@pytest.mark.parametrize("name", ["memories.ngram.mixer", "blocks.0.setup", "blocks.0.upper", "header", "embedding"])
+NO_LABEL = ["memories.ngram.mixer", "memories.ngram.up", "memories.ngram.embed", "blocks.0.setup", "header", "embeds"]
+
+
+@pytest.mark.parametrize("name", NO_LABEL)
 def test_a_matrix_without_a_label_is_named(name):
     with pytest.raises(ValueError, match=rf"parameter {name} of shape \(3, 8\) has no label"):
         build_optimizers([*model(), (name, Parameter(torch.zeros(3, D)))], OptimConfig())
@@ -109,7 +112,8 @@ def test_values_of_muon():
     assert (group["down"]["lr"], group["down"]["lr_mul"], group["down"]["split"]) == (0.023, 4.0, 1)
     assert all(group[one]["beta2"] == 0.8 and group[one]["weight_decay"] == 1.2 for one in ("qkv", "matrix", "router"))
     assert group["head"]["lr"] == pytest.approx(0.02) and group["embed"]["lr"] == 0.008
-    assert group["head"]["cautious_decay"] == pytest.approx(0.75) and group["head"]["betas"] == (0.5, 0.95)
+    for one in (group["embed"], group["head"]):
+        assert one["cautious_decay"] == pytest.approx(0.75) and one["betas"] == (0.5, 0.95)
     assert group["gates"]["cautious_decay"] == 0.005 and group["scalars"]["cautious_decay"] == 0.0
     assert group["scalars"]["lr"] == pytest.approx(0.04) and group["scalars"]["betas"] == (0.9, 0.99)
     assert all(group[one]["eps"] == 1e-10 and group[one]["weight_decay"] == 0 for one in ("embed", "gates", "smear"))
