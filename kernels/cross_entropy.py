@@ -80,7 +80,7 @@ class _Sum(torch.autograd.Function):
 def _sweep(
     hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, softcap: bool, rows: int, classes: int, scale: float | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Nats [N] and, unless scale is None, the gradients of scale * their sum for hidden and weight (float32 or more)."""
+    """Nats [N] and, unless scale is None, the gradients of scale * their sum: hidden [N, D], weight [V, D]."""
     _check(hidden_ND, weight_VD, targets_N)
     count, vocab = len(hidden_ND), len(weight_VD)
     wide = torch.promote_types(hidden_ND.dtype, torch.float32)

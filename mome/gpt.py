@@ -308,14 +308,16 @@ def _linear(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def check_tokens(tokens_BT: Tensor, vocab_size: int, state: DecodeState | None, max_tokens: int) -> None:
-    """Raise ValueError for ids outside the vocabulary (on the CPU alone: a GPU would stall), and for what does not fit."""
+    """Raise ValueError for ids outside the vocabulary (on the CPU: a GPU would stall), and for what does not fit."""
     batch, end = tokens_BT.shape
     if state is not None:
         end += state.position
         if state.batch != batch:
-            raise ValueError(f"{batch} sequences for a state of {state.batch}; make it with new_state({batch}, windows)")
+            remedy = f"make it with new_state({batch}, windows)"
+            raise ValueError(f"{batch} sequences for a state of {state.batch}; {remedy}")
     if end > max_tokens:
-        raise ValueError(f"a sequence of {end} tokens; the model takes {max_tokens}: raise --model.max-tokens, or cut it")
+        remedy = "raise --model.max-tokens, or cut it"
+        raise ValueError(f"a sequence of {end} tokens; the model takes {max_tokens}: {remedy}")
     if tokens_BT.device.type == "cpu" and tokens_BT.numel():
         low, high = (int(bound) for bound in tokens_BT.aminmax())
         if low < 0 or high >= vocab_size:

@@ -31,8 +31,8 @@ class PlainBlock(nn.Module):
         self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, width)
 
     def attend(self, x_BTD: Tensor, layer: int, state: DecodeState | None) -> Tensor:
-        qkv_BTHK = (heads.unflatten(-1, (self.heads, -1)) for heads in _linear(_norm(x_BTD, self.attn_norm), self.qkv).chunk(3, -1))
-        q_BTHK, k_BSHK, v_BSHK = qkv_BTHK
+        qkv_BT3HK = _linear(_norm(x_BTD, self.attn_norm), self.qkv).unflatten(-1, (3, self.heads, -1))
+        q_BTHK, k_BSHK, v_BSHK = qkv_BT3HK.unbind(2)
         held = 0
         if state is not None:
             held = state.position
@@ -51,8 +51,8 @@ class PlainBlock(nn.Module):
 class PlainGPT(nn.Module):
     """GPT-2 (Radford et al. 2019; initial values of openai/gpt-2 and its description) of the configured shape.
 
-    Learned positions, LayerNorm, GELU, biases, full causal attention over the whole micro-row whatever its documents,
-    full softmax, the head tied to the embedding. Weights N(0, 0.02), divided by sqrt(2 layers) where they write into the
+    Learned positions, LayerNorm, GELU, biases, causal attention over the whole micro-row whatever its documents, full
+    softmax, the head tied to the embedding. Weights N(0, 0.02), divided by sqrt(2 layers) where they write into the
     residual stream. Same call as mome.gpt.GPT.
     """
 
