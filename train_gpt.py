@@ -186,8 +186,6 @@ class Stop:
 def train(config: RunConfig, resume: Path | None = None) -> RunResult:
     """Run, or go on with, a whole training. Raises UserError, DataError or OSError with one line for the user."""
     stop = Stop()
-    # Moments of rarely seen rows become denormal, which is ten times slower; always on, so that a resumption computes alike.
-    torch.set_flush_denormal(True)
     device, dtype, why = pick_device()
     join_processes(device)
     folder = RunFolder.open(resume) if resume else None
@@ -312,6 +310,8 @@ def peak_bytes(device: torch.device) -> int:
 def main(words: list[str]) -> int:
     """The command; returns the exit status: 1 after a mistake of the user's, 128 + signal after a stop."""
     try:
+        # Moments of rarely seen rows become denormal, which is ten times slower; always on, so that a resumption computes alike.
+        torch.set_flush_denormal(True)
         options = parse(words)
         if options.dry_run:
             print(describe(options.config))
@@ -321,6 +321,7 @@ def main(words: list[str]) -> int:
         print(f"train_gpt.py: {error}", file=sys.stderr)
         return 1
     finally:
+        torch.set_flush_denormal(False)
         if distributed.is_initialized():
             distributed.destroy_process_group()
     return 0 if result.signal is None else 128 + result.signal

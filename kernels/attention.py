@@ -90,7 +90,7 @@ def windowed_attention(q_BTHK: Tensor, k_BSHK: Tensor, v_BSHK: Tensor, plan: Att
     q, k and v have the plan's dtype and any strides. Time and memory are O((T + block) * (window + block)).
     """
     if q_BTHK.numel() == 0:
-        return torch.zeros_like(q_BTHK)
+        return q_BTHK.clone()
     parts = zip(q_BTHK.split(plan.block, 1), _Windows.apply(k_BSHK, plan), _Windows.apply(v_BSHK, plan), plan.blocks)
     attended = [
         F.scaled_dot_product_attention(

@@ -1,11 +1,11 @@
-"""Norms and activations along the channels, with backward passes of few sweeps over memory.
+"""Norms, rotary and activations along the channels, with backward passes of few sweeps over memory.
 
-Lives here: rms_norm, the normed and rotated queries and keys, relu_squared, each below its oracle.
-Not here: matrix products, and where a model puts these.
+Lives here: rms_norm, norm_rotate (queries and keys), linear_relu_squared (hidden units), each below its oracle.
+Not here: attention (kernels/attention.py), and where a model puts these.
 
 Replaces torch's composite rms_norm, rotary by slices and relu().square(). Why faster: on the CPU the cost is the number
-of sweeps over memory, and autograd's composites take three times as many. Invariants: sums in float32 or more; results
-in the dtype of the input. Origin of the rotary: modded-nanogpt, "half-truncated": half of the channels stand still.
+of sweeps over memory, and autograd's composites take two to three times as many. Invariants: sums in float32 or more;
+results in the dtype of the input. Origin of the rotary: modded-nanogpt's half-truncated one.
 """
 
 from __future__ import annotations
@@ -105,24 +105,27 @@ class _NormRotate(torch.autograd.Function):
         return grad_x_BTHK.to(grad_BTHK.dtype), None
 
 
-def relu_squared_reference(x: Tensor) -> Tensor:
-    """max(x, 0)^2. The oracle."""
-    return x.relu().square()
+def linear_relu_squared_reference(x_ND: Tensor, weight_FD: Tensor) -> Tensor:
+    """max(W x, 0)^2. The oracle."""
+    return F.linear(x_ND, weight_FD).relu().square()
 
 
-def relu_squared(x: Tensor) -> Tensor:
-    """max(x, 0)^2 elementwise; the gradient at 0 is 0."""
-    return _ReluSquared.apply(x)
+def linear_relu_squared(x_ND: Tensor, weight_FD: Tensor) -> Tensor:
+    """linear_relu_squared_reference's values, [N, F] for any leading shape N; the gradient at 0 is 0."""
+    return _LinearReluSquared.apply(x_ND.flatten(0, -2), weight_FD).unflatten(0, x_ND.shape[:-1])
 
 
-class _ReluSquared(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor) -> Tensor:
-        positive = x.relu()
-        ctx.save_for_backward(positive)
-        return positive.square()
+class _LinearReluSquared(torch.autograd.Function):
+    """With the product inside, the hidden units are rectified where they lie and not kept twice."""
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> Tensor:
-        (positive,) = ctx.saved_tensors
-        return (grad * positive).mul_(2)
+    def forward(ctx, x_ND: Tensor, weight_FD: Tensor) -> Tensor:
+        positive_NF = torch.mm(x_ND, weight_FD.t()).relu_()
+        ctx.save_for_backward(x_ND, weight_FD, positive_NF)
+        return positive_NF.square()
+
+    @staticmethod
+    def backward(ctx, grad_NF: Tensor) -> tuple[Tensor, Tensor]:
+        x_ND, weight_FD, positive_NF = ctx.saved_tensors
+        half_NF = grad_NF * positive_NF
+        return torch.mm(half_NF, weight_FD).mul_(2), torch.mm(half_NF.t(), x_ND).mul_(2)

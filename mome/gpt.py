@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels.attention import AttentionPlan, windowed_attention
-from kernels.pointwise import norm_rotate, relu_squared, rms_norm, rotary_table
+from kernels.pointwise import linear_relu_squared, norm_rotate, rms_norm, rotary_table
 from mome.errors import UserError
 
 SITES = ("input", "residual", "value", "ffn")
@@ -218,7 +218,7 @@ class GPT(nn.Module):
             x_BTD = plugs.add("residual", layer, lambdas[0] * x_BTD + lambdas[1] * x0_BTD)
             x_BTD = x_BTD + self._attend(layer, x_BTD, plans[self.config.is_long(layer)], rotary_TF2, plugs, state)
             h_BTD = rms_norm(x_BTD)
-            u_BTF = plugs.add("ffn", layer, relu_squared(_linear(h_BTD, block.up)), h_BTD)
+            u_BTF = plugs.add("ffn", layer, linear_relu_squared(h_BTD, block.up.to(h_BTD.dtype)), h_BTD)
             x_BTD = x_BTD + _linear(u_BTF, block.down)
         if state is not None:
             state.position += tokens_BT.shape[1]

