@@ -91,24 +91,33 @@ class Training:
         return {step + n: self.parts.row_ids(batch.tokens.to(self.device)) for n, batch in enumerate(batches)}
 
     def train_step(self) -> float:
-        """One step: forward and backward over its micro-rows, dense update, table update at the end of a cycle. Returns nats a token."""
+        """One step: forward, backward, dense update, and at a cycle's end the tables. Returns nats a token."""
         if self.cycle is None:
             self.cycle = self.begin_cycle()
         batch, ids, now = self.loader.next(), self.cycle.ids.pop(self.step), self.schedule.at(self.step)
         loss = torch.zeros((), device=self.device)
         for first in range(0, len(batch.tokens), self.config.micro_batch):
             part = slice(first, first + self.config.micro_batch)
-            tokens_BT, targets_BT, docs_BT = (t[part].to(self.device) for t in (batch.tokens, batch.targets, batch.docs))
+            tokens_BT, targets_BT, docs_BT = (
+                t[part].to(self.device) for t in (batch.tokens, batch.targets, batch.docs)
+            )
             rows = gather(self.cycle.sets, {name: ids_BTR[part] for name, ids_BTR in ids.items()}, self.dtype)
             hidden_BTD = self.parts.model(tokens_BT, docs_BT, self.parts.payloads(rows, tokens_BT), windows=now.windows)
             part_loss = cross_entropy(
-                hidden_BTD, self.parts.model.head, targets_BT, softcap=self.parts.model.softcap, scale=1 / batch.tokens.numel()
+                hidden_BTD,
+                self.parts.model.head,
+                targets_BT,
+                softcap=self.parts.model.softcap,
+                scale=1 / batch.tokens.numel(),
             )
             part_loss.backward()
             loss += part_loss.detach()
         nats = float(loss)
         if not math.isfinite(nats):
-            raise UserError(f"step {self.step + 1}: the loss is {nats}; the last good checkpoint is kept: lower the learning rate and start anew")
+            raise UserError(
+                f"step {self.step + 1}: the loss is {nats}; the last good checkpoint is kept: "
+                "lower the learning rate and start anew"
+            )
         set_schedule(self.optimizers, self.config.optim, lr_mul=now.lr, momentum=now.momentum)
         for optimizer in self.optimizers:
             optimizer.step()
@@ -133,7 +142,8 @@ class Training:
         tokenizer = self.corpus.tokenizer
         return evaluate(
             self.parts, self.corpus.val, torch.from_numpy(tokenizer.token_bytes()).long(), tokenizer.bos, windows,
-            row_tokens=self.config.row_tokens, rows=rows, batch_rows=self.config.micro_batch, dtype=self.dtype, knockout=knockout,
+            row_tokens=self.config.row_tokens, rows=rows, batch_rows=self.config.micro_batch, dtype=self.dtype,
+            knockout=knockout,
         )  # fmt: skip
 
     def save(self, folder: Path) -> None:
@@ -157,7 +167,9 @@ class Training:
         for optimizer, state in zip(self.optimizers, saved.optimizer(), strict=True):
             optimizer.load_state_dict(state)
         if saved.state["data"] != self.corpus.fingerprint:
-            raise UserError(f"{saved.path}: the run trained on other data than these shards; give the shards it began with")
+            raise UserError(
+                f"{saved.path}: the run trained on other data than these shards; give the shards it began with"
+            )
         self.loader.load_state(saved.state["loader"])
         for name in self.COUNTS:
             setattr(self, name, saved.state[name])
@@ -243,8 +255,8 @@ def timed_step(training: Training, reporter: Reporter) -> dict[str, Any]:
     training.seconds += taken
     reporter.step(training.step, nats, (training.tokens - before) / taken, training.rows_touched)
     return {
-        "step": training.step, "loss": nats, "lr": training.schedule.at(training.step - 1).lr, "tokens": training.tokens,
-        "seconds": training.seconds, "rows_touched": training.rows_touched, "bytes_sent": 0,
+        "step": training.step, "loss": nats, "lr": training.schedule.at(training.step - 1).lr,
+        "tokens": training.tokens, "seconds": training.seconds, "rows_touched": training.rows_touched, "bytes_sent": 0,
     }  # fmt: skip
 
 
@@ -254,7 +266,11 @@ def score_fields(score: Score, reporter: Reporter) -> dict[str, Any]:
 
 
 def bits(score: Score) -> str:
-    return "no bits a byte (the tokenizer states no bytes)" if score.val_bpb is None else f"{score.val_bpb:.4f} bits a byte"
+    return (
+        "no bits a byte (the tokenizer states no bytes)"
+        if score.val_bpb is None
+        else f"{score.val_bpb:.4f} bits a byte"
+    )
 
 
 def finish(training: Training, folder: RunFolder) -> dict[str, Any]:
@@ -278,7 +294,10 @@ def finish(training: Training, folder: RunFolder) -> dict[str, Any]:
     folder.log_validation(final.val_loss, final.val_bpb)
     print(f"validation  {final.val_loss:.4f} nats a token  {bits(final)}  over {final.tokens:,} tokens")
     for name, loss in knockout.items():
-        print(f"  memory {name.replace('_', ' '):15} {loss:.4f}" + ("" if name == "full" else f"  ({loss - knockout['full']:+.4f})"))
+        print(
+            f"  memory {name.replace('_', ' '):15} {loss:.4f}"
+            + ("" if name == "full" else f"  ({loss - knockout['full']:+.4f})")
+        )
     write_sample(training, folder)
     write_json(folder.path / "result.json", result)
     write_report(folder.path)
@@ -292,10 +311,11 @@ def write_sample(training: Training, folder: RunFolder) -> None:
     if not config.sample_tokens:
         return
     windows = training.schedule.at(config.steps - 1).windows
-    ids = list(generate(
-        training.parts, [], config.sample_tokens, windows, tokenizer.bos, seed=config.seed, dtype=training.dtype, limit=config.model.max_tokens
-    ))  # fmt: skip
-    text = tokenizer.decode(ids)
+    drawn = generate(
+        training.parts, [], config.sample_tokens, windows, tokenizer.bos, seed=config.seed, dtype=training.dtype,
+        limit=config.model.max_tokens,
+    )  # fmt: skip
+    text = tokenizer.decode(list(drawn))
     write_atomic(folder.path / "sample.txt", text + "\n")
     print(f"sample:\n{text}")
 
@@ -310,7 +330,7 @@ def peak_bytes(device: torch.device) -> int:
 def main(words: list[str]) -> int:
     """The command; returns the exit status: 1 after a mistake of the user's, 128 + signal after a stop."""
     try:
-        # Moments of rarely seen rows become denormal, which is ten times slower; always on, so that a resumption computes alike.
+        # Moments of rarely seen rows become denormal, ten times slower; always on, so that a resumption computes alike.
         torch.set_flush_denormal(True)
         options = parse(words)
         if options.dry_run:

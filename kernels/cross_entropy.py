@@ -85,7 +85,7 @@ def _sweep(
     count, vocab = len(hidden_ND), len(weight_VD)
     wide = torch.promote_types(hidden_ND.dtype, torch.float32)
     weight_VD = weight_VD.to(hidden_ND.dtype)
-    rows, classes = min(rows, count), min(classes, vocab)
+    rows, classes = max(1, min(rows, count)), min(classes, vocab)
     nats_N = hidden_ND.new_zeros(count, dtype=wide)
     scratch = hidden_ND.new_empty(2, rows * classes, dtype=wide)
     buffer_RV = grad_hidden_ND = grad_weight_VD = None
@@ -114,7 +114,7 @@ def _sweep(
             # The slopes lack the factor 1 / total: it goes to the few columns of hidden instead of the many of logits.
             part_RV.scatter_add_(1, goals_R1, -at_goal_R.unsqueeze(1))
             part_RV = part_RV.to(hidden_ND.dtype)
-            factor_R1 = (valid_R * (scale * slope) / total_R).unsqueeze(1)
+            factor_R1 = (scale * slope / total_R * valid_R).unsqueeze(1)
             grad_hidden_ND[start : start + rows] = torch.mm(part_RV, weight_VD) * factor_R1
             _add_product(grad_weight_VD, part_RV.t(), (hidden_RD * factor_R1).to(hidden_ND.dtype))
     return nats_N, grad_hidden_ND, grad_weight_VD

@@ -36,11 +36,10 @@ def _inverse_rms(x_ND: Tensor) -> Tensor:
 
 
 def _through_norm(grad_ND: Tensor, y_ND: Tensor, inverse_N1: Tensor) -> Tensor:
-    """The gradient for x of y = x / rms(x): (g - y * mean of g * y) / rms(x), contiguous, in the dtype of 1 / rms."""
+    """The gradient for x of y = x / rms(x): (g - y * mean of g * y) / rms(x), in the dtype of 1 / rms."""
     grad_ND, y_ND = grad_ND.to(inverse_N1.dtype), y_ND.to(inverse_N1.dtype)
     mean_N1 = torch.linalg.vecdot(grad_ND, y_ND).unsqueeze(-1).div_(y_ND.shape[-1])
-    grad_x_ND = torch.empty_like(y_ND, memory_format=torch.contiguous_format)
-    return torch.addcmul(grad_ND, y_ND, mean_N1, value=-1, out=grad_x_ND).mul_(inverse_N1)
+    return torch.addcmul(grad_ND, y_ND, mean_N1, value=-1).mul_(inverse_N1)
 
 
 class _RmsNorm(torch.autograd.Function):
@@ -80,29 +79,26 @@ def norm_rotate(x_BTHK: Tensor, table_TF2: Tensor) -> Tensor:
     return _NormRotate.apply(x_BTHK, table_TF2)
 
 
-def _turn(x_BTHK: Tensor, table_TF2: Tensor, back: bool = False) -> None:
-    """Rotate contiguous x in place."""
+def _turn(x_BTHK: Tensor, table_TF2: Tensor, back: bool = False) -> Tensor:
+    """x with its pairs of channels rotated, forth or back."""
     turn_T1F = torch.view_as_complex(table_TF2.to(x_BTHK.dtype)).unsqueeze(1)
     turn_T1F = turn_T1F.conj_physical() if back else turn_T1F
-    torch.view_as_complex(x_BTHK.unflatten(-1, (-1, 2))).mul_(turn_T1F)
+    return torch.view_as_real(torch.view_as_complex(x_BTHK.unflatten(-1, (-1, 2))) * turn_T1F).flatten(-2)
 
 
 class _NormRotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_BTHK: Tensor, table_TF2: Tensor) -> Tensor:
         inverse_BTH1 = _inverse_rms(x_BTHK)
-        y_BTHK = torch.mul(x_BTHK, inverse_BTH1).contiguous()
-        _turn(y_BTHK, table_TF2)
+        y_BTHK = (x_BTHK * inverse_BTH1).contiguous()
         ctx.save_for_backward(y_BTHK, inverse_BTH1, table_TF2)
-        return y_BTHK.to(x_BTHK.dtype)
+        return _turn(y_BTHK, table_TF2).to(x_BTHK.dtype)
 
     @staticmethod
     def backward(ctx, grad_BTHK: Tensor) -> tuple[Tensor, None]:
         y_BTHK, inverse_BTH1, table_TF2 = ctx.saved_tensors
-        # A rotation keeps the mean of g * y, so that the norm's backward may come before the turn back.
-        grad_x_BTHK = _through_norm(grad_BTHK, y_BTHK, inverse_BTH1)
-        _turn(grad_x_BTHK, table_TF2, back=True)
-        return grad_x_BTHK.to(grad_BTHK.dtype), None
+        turned_BTHK = _turn(grad_BTHK.to(y_BTHK.dtype).contiguous(), table_TF2, back=True)
+        return _through_norm(turned_BTHK, y_BTHK, inverse_BTH1).to(grad_BTHK.dtype), None
 
 
 def linear_relu_squared_reference(x_ND: Tensor, weight_FD: Tensor) -> Tensor:

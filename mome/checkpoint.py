@@ -23,7 +23,9 @@ COMPLETE = "COMPLETE"
 KEEP = 2
 
 
-def save(folder: Path, step: int, state: dict[str, Any], tensors: dict[str, dict[str, torch.Tensor]], optimizer: Any) -> Path:
+def save(
+    folder: Path, step: int, state: dict[str, Any], tensors: dict[str, dict[str, torch.Tensor]], optimizer: Any
+) -> Path:
     """Write `folder`/step_NNNNNN; the marker with the size of every file comes last, then the rename.
 
     state: JSON values. tensors: one safetensors file a name. optimizer: what torch.save takes.
@@ -35,7 +37,9 @@ def save(folder: Path, step: int, state: dict[str, Any], tensors: dict[str, dict
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(parents=True)
         for name, group in tensors.items():
-            save_file({key: value.detach().cpu().contiguous() for key, value in group.items()}, draft / f"{name}.safetensors")
+            save_file(
+                {key: value.detach().cpu().contiguous() for key, value in group.items()}, draft / f"{name}.safetensors"
+            )
         torch.save(optimizer, draft / "optimizer.pt")
         (draft / "state.json").write_text(json.dumps(state))
         for path in draft.iterdir():
@@ -51,7 +55,9 @@ def save(folder: Path, step: int, state: dict[str, Any], tensors: dict[str, dict
         # torch.save and safetensors wrap a full disk in errors of their own.
         shutil.rmtree(draft, ignore_errors=True)
         reason = str(error).splitlines()[0]
-        raise OSError(f"checkpoint {target}: cannot be written ({reason}); free space or permissions, then --resume") from error
+        raise OSError(
+            f"checkpoint {target}: cannot be written ({reason}); free space or permissions, then --resume"
+        ) from error
     for old in whole_checkpoints(folder)[:-KEEP]:
         shutil.rmtree(old)
     return target

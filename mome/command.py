@@ -39,6 +39,8 @@ def parse(words: list[str]) -> Options:
     if preset not in PRESETS:
         raise UserError(f"{preset}: no such preset{nearest(preset, PRESETS)}; there are {', '.join(PRESETS)}")
     flags = words[1:] if named else words
+    if not named and flags[:1] in (["-h"], ["--help"]):
+        print("presets:", *(f"  {name:12} {about}" for name, about in ABOUT.items()), sep="\n", end="\n\n")
     prog = "python train_gpt.py " + (preset if named else "[PRESET]")
     options = options_from(Options, flags, prog, default=Options(PRESETS[preset]))
     if options.resume is None:

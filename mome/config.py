@@ -147,12 +147,16 @@ class RunConfig:
         require(self.val_rows >= 1, "val-rows", self.val_rows, "give a whole number of 1 or more")
         for name in self.memories:
             if name not in MEMORIES:
-                raise UserError(f"--memories {name}: no such memory{nearest(name, MEMORIES)}; there are {', '.join(MEMORIES)}")
+                raise UserError(
+                    f"--memories {name}: no such memory{nearest(name, MEMORIES)}; there are {', '.join(MEMORIES)}"
+                )
         require(len(set(self.memories)) == len(self.memories), "memories", self.memories, "name each memory once")
         if self.model.kind == "plain":
             require(not self.memories, "memories", self.memories, "the plain model has no plug points for a memory")
         require(
-            self.row_tokens <= self.model.max_tokens, "row-tokens", self.row_tokens,
+            self.row_tokens <= self.model.max_tokens,
+            "row-tokens",
+            self.row_tokens,
             f"the model takes at most {self.model.max_tokens} tokens; raise --model.max-tokens",
         )
         if bool(self.train_glob) != bool(self.val_glob):

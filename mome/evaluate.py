@@ -22,7 +22,7 @@ KNOCKOUTS = ("full", "off", "mean_row", "shuffled_rows", "swapped_routes")
 
 @dataclass(frozen=True)
 class Score:
-    """val_loss: mean nats over all tokens. val_bpb: bits a byte over tokens that stand for text; None without byte counts."""
+    """val_loss: mean nats over all tokens. val_bpb: bits a byte over tokens that stand for text; None if none does."""
 
     val_loss: float
     val_bpb: float | None
@@ -37,8 +37,9 @@ def evaluate(
     """Score the model on `rows` evenly spread validation rows of `row_tokens` tokens (0: all of them).
 
     Special tokens stand for no bytes: they count in val_loss and not in val_bpb.
-    knockout: 'full', or what is put in the memory's place: 'off' nothing, 'mean_row' the mean of each table's touched rows,
-    'shuffled_rows' each row exchanged for another one of the batch, 'swapped_routes' routers and gates looking at another micro-row.
+    knockout: 'full', or what is put in the memory's place: 'off' nothing, 'mean_row' the mean of each table's touched
+    rows, 'shuffled_rows' each row exchanged for another one of the batch, 'swapped_routes' routers and gates that look
+    at another micro-row.
     """
     device = next(parts.model.parameters()).device
     token_bytes_V = token_bytes_V.to(device)
@@ -55,7 +56,11 @@ def evaluate(
             elif knockout == "shuffled_rows":
                 gathered[name] = shuffle(rows_BTRLD, generator)
         hidden_BTD = parts.model(
-            tokens_BT, docs_BT, parts.payloads(gathered, tokens_BT), windows=windows, swap_routes=knockout == "swapped_routes"
+            tokens_BT,
+            docs_BT,
+            parts.payloads(gathered, tokens_BT),
+            windows=windows,
+            swap_routes=knockout == "swapped_routes",
         )
         nats_BT = token_nats(hidden_BTD, parts.model.head, targets_BT, softcap=parts.model.softcap).double()
         valid_BT = targets_BT >= 0

@@ -22,7 +22,9 @@ class Decoder:
         self.parts, self.windows, self.bos, self.dtype = parts, windows, bos, dtype
         self.device = next(parts.model.parameters()).device
         self.state = parts.model.new_state(1, windows)
-        self.history_BH = torch.full((1, max((m.history for m in parts.memories.values()), default=0)), -1, device=self.device)
+        self.history_BH = torch.full(
+            (1, max((m.history for m in parts.memories.values()), default=0)), -1, device=self.device
+        )
         self.documents = 0
 
     @torch.no_grad()
@@ -42,7 +44,8 @@ class Decoder:
 
 def generate(
     parts: Parts, prompt: Sequence[int], tokens: int, windows: tuple[int, int], bos: int, *,
-    temperature: float = 0.8, top_k: int = 50, seed: int = 0, dtype: torch.dtype = torch.float32, limit: int | None = None,
+    temperature: float = 0.8, top_k: int = 50, seed: int = 0, dtype: torch.dtype = torch.float32,
+    limit: int | None = None,
 ) -> Iterator[int]:  # fmt: skip
     """Yield up to `tokens` ids that continue bos + prompt; ends at a new bos, or when `limit` positions are used.
 

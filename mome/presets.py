@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mome.config import RunConfig, ScheduleConfig, TableConfig, TableConfigs
+from mome.config import RunConfig, ScheduleConfig
 from mome.gpt import ModelConfig
 from optim.groups import OptimConfig
 from optim.schedule import Stage
@@ -48,7 +48,11 @@ DOCS_PLAIN = replace(
     model=ModelConfig(kind="plain", layers=4, width=128, heads=4, max_tokens=256),
     optim=OptimConfig(kind="adamw"),
     schedule=ScheduleConfig(
-        stages=(Stage(share=1.0, rows=8, windows=(256, 256), document_cap=256),), cooldown=1.0, floor=0.1, warmup=30, shape="cosine"
+        stages=(Stage(share=1.0, rows=8, windows=(256, 256), document_cap=256),),
+        cooldown=1.0,
+        floor=0.1,
+        warmup=30,
+        shape="cosine",
     ),
 )
 

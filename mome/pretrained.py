@@ -10,7 +10,6 @@ import json
 import math
 from pathlib import Path
 
-import torch
 from safetensors.torch import load_file, save_file
 
 from data.tokenizer import Tokenizer, load_tokenizer
@@ -40,7 +39,9 @@ def export(run: LoadedRun, folder: Path, shard_bytes: int = SHARD_BYTES) -> None
         shards[name] = [f"rows_{name}_{n:05d}.safetensors" for n in range(math.ceil(table.spec.rows / chunk))]
         for file, rows_ULD in zip(shards[name], table.iter_rows(chunk)):
             save_file({"rows": rows_ULD}, folder / file)
-    save_file({key: value.contiguous() for key, value in run.parts.model.state_dict().items()}, folder / "model.safetensors")
+    save_file(
+        {key: value.contiguous() for key, value in run.parts.model.state_dict().items()}, folder / "model.safetensors"
+    )
     run.tokenizer.save(folder / "tokenizer.json")
     # The configuration comes last: a folder without it was not finished.
     write_json(folder / "config.json", {
@@ -55,12 +56,19 @@ def from_pretrained(folder: Path | str) -> tuple[Parts, Tokenizer, RunConfig]:
     try:
         kept = json.loads((folder / "config.json").read_text())
     except (OSError, json.JSONDecodeError) as error:
-        raise UserError(f"{folder}: no exported model in it ({error}); write one with: python -m mome export RUN {folder}") from error
+        raise UserError(
+            f"{folder}: no exported model in it ({error}); write one with: python -m mome export RUN {folder}"
+        ) from error
     if kept.get("format") != FORMAT:
-        raise UserError(f"{folder}: its format is {kept.get('format')}, this version reads {FORMAT}; export the run again")
+        raise UserError(
+            f"{folder}: its format is {kept.get('format')}, this version reads {FORMAT}; export the run again"
+        )
     config = from_dict(RunConfig, kept["run"])
     tokenizer = load_tokenizer(folder / "tokenizer.json")
     model, memories = build_model(config, kept["vocab_size"], kept["bos"])
     model.load_state_dict(load_file(folder / "model.safetensors"))
-    tables = {name: FileTable(memory.spec, [folder / file for file in kept["shards"][name]]) for name, memory in memories.items()}
+    tables = {
+        name: FileTable(memory.spec, [folder / file for file in kept["shards"][name]])
+        for name, memory in memories.items()
+    }
     return Parts(model.requires_grad_(False), memories, tables), tokenizer, config

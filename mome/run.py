@@ -52,12 +52,17 @@ def open_corpus(config: RunConfig, log: Callable[[str], None]) -> Corpus:
         tokenizer = load_tokenizer(local.tokenizer_path)
         train_glob, val_glob = local.train_glob, local.val_glob
     else:
-        raise UserError(f"preset {config.preset} trains on your shards: give --train-glob and --val-glob (python -m data.tokenize makes them)")
+        raise UserError(
+            f"preset {config.preset} trains on your shards: give --train-glob and --val-glob "
+            "(python -m data.tokenize makes them)"
+        )
     train, val = (find_shards(pattern, what) for pattern, what in ((train_glob, "training"), (val_glob, "validation")))
     shards = {path: Shard(path, tokenizer.vocab_size) for path in [*train, *val]}
     for shard in shards.values():
         shard.scan_max()
-    return Corpus(tokenizer, [shards[path] for path in train], [shards[path] for path in val], fingerprint([*train, *val]))
+    return Corpus(
+        tokenizer, [shards[path] for path in train], [shards[path] for path in val], fingerprint([*train, *val])
+    )
 
 
 @dataclass
@@ -70,12 +75,16 @@ class Parts:
 
     def row_ids(self, tokens_BT: Tensor, history_BH: Tensor | None = None) -> dict[str, Tensor]:
         """Row ids [B, T, reads] of every memory; history: the ids before each micro-row, -1 where there are none."""
-        return {name: memory.row_ids(tokens_BT, self._tail(memory, history_BH)) for name, memory in self.memories.items()}
+        return {
+            name: memory.row_ids(tokens_BT, self._tail(memory, history_BH)) for name, memory in self.memories.items()
+        }
 
     def _tail(self, memory: Memory, history_BH: Tensor | None) -> Tensor | None:
         return None if history_BH is None else history_BH[:, history_BH.shape[1] - memory.history :]
 
-    def payloads(self, rows: Mapping[str, Tensor], tokens_BT: Tensor, history_BH: Tensor | None = None) -> dict[str, Any]:
+    def payloads(
+        self, rows: Mapping[str, Tensor], tokens_BT: Tensor, history_BH: Tensor | None = None
+    ) -> dict[str, Any]:
         """What each memory makes of its gathered rows [B, T, reads, lanes, dim], once a forward pass."""
         return {
             name: self.memories[name].prepare(rows_BTRLD, tokens_BT, self._tail(self.memories[name], history_BH))
@@ -156,7 +165,9 @@ def load_run(path: Path, log: Callable[[str], None] = print) -> LoadedRun:
     tokenizer = load_tokenizer(folder.path / "tokenizer.json")
     whole = newest(folder.checkpoints, log)
     if whole is None:
-        raise UserError(f"{folder.path}: no whole checkpoint yet; go on with: python train_gpt.py --resume {folder.path}")
+        raise UserError(
+            f"{folder.path}: no whole checkpoint yet; go on with: python train_gpt.py --resume {folder.path}"
+        )
     checkpoint = Checkpoint(whole)
     model, memories = build_model(config, tokenizer.vocab_size, tokenizer.bos)
     load_model(model, checkpoint)
@@ -164,7 +175,9 @@ def load_run(path: Path, log: Callable[[str], None] = print) -> LoadedRun:
         name: FileTable(memory.spec, [checkpoint.file(f"table_{name}")], getattr(config.table, name).weight_decay)
         for name, memory in memories.items()
     }
-    return LoadedRun(folder, config, Parts(model.requires_grad_(False), memories, tables), tokenizer, checkpoint.state["step"])
+    return LoadedRun(
+        folder, config, Parts(model.requires_grad_(False), memories, tables), tokenizer, checkpoint.state["step"]
+    )
 
 
 def load_model(model: nn.Module, checkpoint: Checkpoint) -> None:
@@ -173,7 +186,10 @@ def load_model(model: nn.Module, checkpoint: Checkpoint) -> None:
     for name in sorted({*own, *saved}):
         if name not in own or name not in saved or own[name].shape != saved[name].shape:
             shapes = [tuple(group[name].shape) if name in group else "none" for group in (saved, own)]
-            raise UserError(f"{checkpoint.path}: {name} has shape {shapes[0]}, the model wants {shapes[1]}; it belongs to another configuration")
+            raise UserError(
+                f"{checkpoint.path}: {name} has shape {shapes[0]}, the model wants {shapes[1]}; "
+                "it belongs to another configuration"
+            )
     model.load_state_dict(saved)
 
 

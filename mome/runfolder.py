@@ -101,7 +101,10 @@ class RunFolder:
             saved.pop(key), given.pop(key)
         changed = differences(saved, given)
         if changed:
-            raise UserError(f"--resume {self.path}: the run has another configuration ({'; '.join(changed[:4])}); leave these flags out")
+            raise UserError(
+                f"--resume {self.path}: the run has another configuration ({'; '.join(changed[:4])}); "
+                "leave these flags out"
+            )
 
     @property
     def metrics_path(self) -> Path:
@@ -186,7 +189,13 @@ def processor() -> str:
 def revision() -> str:
     """The git revision, '+' when files differ from it; 'unknown' outside a checkout."""
     try:
-        run = lambda *words: subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=True).stdout.strip()
-        return run("rev-parse", "HEAD") + ("+" if run("status", "--porcelain") else "")
+        dirty = "+" if git("status", "--porcelain") else ""
+        return git("rev-parse", "HEAD") + dirty
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
+
+
+def git(*words: str) -> str:
+    """What git says of this checkout."""
+    command = ["git", "-C", str(ROOT), *words]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

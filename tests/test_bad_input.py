@@ -84,7 +84,9 @@ def test_no_shard(corpus, tmp_path, capsys, part, what):
 
 def test_a_shard_shorter_than_a_row(corpus, tmp_path, capsys):
     write_shard(tmp_path / "short.bin", np.arange(10))
-    assert "10 tokens" in refused(tiny.tiny_flags(with_shard(corpus, "train", tmp_path / "short.bin"), tmp_path / "runs"), capsys)
+    assert "10 tokens" in refused(
+        tiny.tiny_flags(with_shard(corpus, "train", tmp_path / "short.bin"), tmp_path / "runs"), capsys
+    )
 
 
 def test_data_used_up_goes_on_with_the_next_epoch_or_stops_with_a_checkpoint(corpus, tmp_path, capsys):
@@ -102,7 +104,9 @@ def test_resume_of_no_run(tmp_path, capsys):
 
 
 def test_resume_under_another_configuration(finished, corpus, capsys):
-    words = tiny.tiny_flags(corpus, finished.parent, "--steps", "6", "--save-every", "2", "--model.width", "64", "--resume", str(finished))
+    words = tiny.tiny_flags(
+        corpus, finished.parent, "--steps", "6", "--save-every", "2", "--model.width", "64", "--resume", str(finished)
+    )
     assert "model.width: 32 -> 64" in refused(words, capsys)
 
 
@@ -142,7 +146,11 @@ def test_resume_of_a_checkpoint_of_another_shape(finished, tmp_path, capsys):
 def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_checkpoint(corpus, tmp_path, capsys, monkeypatch, step):
     measure = train_gpt.cross_entropy
     calls = iter(range(1000))
-    monkeypatch.setattr(train_gpt, "cross_entropy", lambda *args, **named: measure(*args, **named) * (float("nan") if next(calls) == step else 1))
+    monkeypatch.setattr(
+        train_gpt,
+        "cross_entropy",
+        lambda *args, **named: measure(*args, **named) * (float("nan") if next(calls) == step else 1),
+    )
     err = refused(tiny.tiny_flags(corpus, tmp_path, "--save-every", "1"), capsys)
     assert f"step {step + 1}: the loss is nan" in err
     kept = whole_checkpoints(tiny.only_run(tmp_path) / "checkpoint")
@@ -154,9 +162,12 @@ def test_a_full_disk_stops_with_one_line_and_keeps_the_last_checkpoint(corpus, t
     flags = tiny.tiny_flags(corpus, tmp_path, "--memory.ngram.rows", "20000", "--save-every", "2")
     limited = (
         "import resource, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (2_000_000, 2_000_000)); import train_gpt; sys.exit(train_gpt.main(sys.argv[1:]))"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (2_000_000, 2_000_000));"
+        "import train_gpt; sys.exit(train_gpt.main(sys.argv[1:]))"
     )
-    process = tiny.subprocess.run([sys.executable, "-c", limited, *flags], cwd=tiny.ROOT, env=tiny.environment(), capture_output=True, text=True)
+    process = tiny.subprocess.run(
+        [sys.executable, "-c", limited, *flags], cwd=tiny.ROOT, env=tiny.environment(), capture_output=True, text=True
+    )
     assert process.returncode == 1
     assert process.stderr.count("\n") == 1 and "cannot be written" in process.stderr and "--resume" in process.stderr
     folder = tiny.only_run(tmp_path)

@@ -72,9 +72,7 @@ def sources(root: Path = ROOT) -> dict[str, Path]:
     return found
 
 
-def imported(
-    tree: ast.AST, module: str, is_package: bool, known: Mapping[str, object]
-) -> Iterator[tuple[int, str]]:
+def imported(tree: ast.AST, module: str, is_package: bool, known: Mapping[str, object]) -> Iterator[tuple[int, str]]:
     """(line, module) of every import anywhere in a source: in functions, for types, or by importlib with a literal."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):

@@ -13,7 +13,17 @@ import train_gpt
 from tests import tiny
 
 EVERY_MEMORY = ("--memories", "routed", "ngram", "value")
-FILES = ("config.json", "environment.json", "metrics.jsonl", "result.json", "source.zip", "loss.png", "report.html", "sample.txt", "tokenizer.json")
+FILES = (
+    "config.json",
+    "environment.json",
+    "metrics.jsonl",
+    "result.json",
+    "source.zip",
+    "loss.png",
+    "report.html",
+    "sample.txt",
+    "tokenizer.json",
+)
 
 
 @pytest.fixture(scope="module")

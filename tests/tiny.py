@@ -18,7 +18,23 @@ from data.shards import write_shard
 from data.tokenizer import train_bpe
 
 ROOT = Path(__file__).resolve().parent.parent
-WORDS = ("def", "return", "class", "import", "self", "value", "index", "table", "row", "token", "sum", "for", "in", "if", "else")
+WORDS = (
+    "def",
+    "return",
+    "class",
+    "import",
+    "self",
+    "value",
+    "index",
+    "table",
+    "row",
+    "token",
+    "sum",
+    "for",
+    "in",
+    "if",
+    "else",
+)
 
 
 def made_text(random: np.random.Generator) -> str:
@@ -26,7 +42,9 @@ def made_text(random: np.random.Generator) -> str:
     picked = [0, 1]
     for _ in range(random.integers(5, 80)):
         follows = random.random() < 0.9
-        picked.append((7 * picked[-1] + 4 * picked[-2] + 1) % len(WORDS) if follows else int(random.integers(len(WORDS))))
+        picked.append(
+            (7 * picked[-1] + 4 * picked[-2] + 1) % len(WORDS) if follows else int(random.integers(len(WORDS)))
+        )
     return " ".join(WORDS[one] for one in picked) + "\n"
 
 
@@ -40,15 +58,17 @@ def make_corpus(folder: Path, vocab_size: int = 300) -> list[str]:
     for name, part in (("train", documents[:260]), ("val", documents[260:])):
         write_shard(folder / f"{name}_000.bin", np.array([one for ids in part for one in ids]))
     return [
-        "--tokenizer", str(folder / "tokenizer.json"), "--train-glob", str(folder / "train_*.bin"), "--val-glob", str(folder / "val_*.bin"),
+        "--tokenizer", str(folder / "tokenizer.json"),
+        "--train-glob", str(folder / "train_*.bin"), "--val-glob", str(folder / "val_*.bin"),
     ]  # fmt: skip
 
 
 def tiny_flags(corpus: list[str], runs: Path, *more: str) -> list[str]:
     """A model of two layers on that corpus: a step takes milliseconds."""
     return [
-        "local", *corpus, "--runs-dir", str(runs), "--row-tokens", "32", "--model.layers", "2", "--model.width", "32", "--model.heads", "2",
-        "--memory.ngram.rows", "512", "--val-rows", "8", "--final-val-rows", "8", "--sample-tokens", "8", "--steps", "12", *more,
+        "local", *corpus, "--runs-dir", str(runs), "--row-tokens", "32", "--steps", "12",
+        "--model.layers", "2", "--model.width", "32", "--model.heads", "2", "--memory.ngram.rows", "512",
+        "--val-rows", "8", "--final-val-rows", "8", "--sample-tokens", "8", *more,
     ]  # fmt: skip
 
 
@@ -59,7 +79,9 @@ def environment() -> dict[str, str]:
 def start(words: list[str], module: list[str] | None = None) -> subprocess.Popen:
     """The trainer, or `python -m module`, as a process."""
     command = [sys.executable, *(module or [str(ROOT / "train_gpt.py")]), *words]
-    return subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
 
 
 def run(words: list[str], module: list[str] | None = None) -> tuple[int, str, str]:

@@ -1,7 +1,7 @@
 """A table that is only read, from safetensors files, without ever holding the whole of it in memory.
 
 Lives here: memory-mapped rows of a checkpoint (raw, decayed on reading) and of an export (decay already applied).
-Not here: tables that train (rows.py), what is written into a checkpoint or an export (train_gpt.py, mome/pretrained.py).
+Not here: tables that train (rows.py), what goes into a checkpoint (train_gpt.py) or an export (mome/pretrained.py).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _DTYPES = {"F32": np.float32, "F64": np.float64, "I32": np.int32}
 
 
 def mapped_tensor(path: Path, name: str) -> np.memmap:
-    """A tensor of a safetensors file as a read-only memory map. Raises UserError when the file is not whole or lacks it.
+    """A tensor of a safetensors file as a read-only memory map. Raises UserError for a file that is cut or lacks it.
 
     Layout (safetensors' format description): a little-endian uint64, that many bytes of JSON, then the data.
     """
@@ -40,7 +40,7 @@ def mapped_tensor(path: Path, name: str) -> np.memmap:
 
 
 class FileTable:
-    """Rows in one or more files, each with a tensor `rows` [n, lanes, dim], in order; has pull and iter_rows of RowTable.
+    """Rows in files, each with a tensor `rows` [n, lanes, dim], in order; has pull and iter_rows of RowTable.
 
     weight_decay: that of the rule when the files are a checkpoint's (with last_event and log_decay); None when rows are
     worth what the file says.
@@ -52,7 +52,9 @@ class FileTable:
         self._starts = np.cumsum([0, *(len(rows) for rows in self._rows)])
         held = (int(self._starts[-1]), *self._rows[0].shape[1:])
         if held != (spec.rows, spec.lanes, spec.dim):
-            raise UserError(f"{files[0]}: holds rows {held}, the configuration says {(spec.rows, spec.lanes, spec.dim)}")
+            raise UserError(
+                f"{files[0]}: holds rows {held}, the configuration says {(spec.rows, spec.lanes, spec.dim)}"
+            )
         self._clock = None
         if weight_decay:
             self._last = mapped_tensor(files[0], "last_event")

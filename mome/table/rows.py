@@ -85,7 +85,7 @@ class WorkingSet:
 
     def slots_of(self, ids: Tensor) -> Tensor:
         """The same for any ids: int64, shaped like ids. Raises ValueError for an id that is not in the working set."""
-        ids = ids.to(self.ids.device, torch.int64)
+        ids = ids.to(self.ids.device, torch.int64).contiguous()
         slots = torch.searchsorted(self.ids, ids)
         if ids.numel():
             found = slots < len(self.ids)

@@ -20,7 +20,7 @@ from mome.run import load_run
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """Write a run's newest checkpoint as safetensors with its configuration and tokenizer; mome.pretrained.from_pretrained reads it."""
+    """Write a run's newest checkpoint as safetensors; mome.pretrained.from_pretrained reads it."""
 
     run: Annotated[Path, tyro.conf.Positional]
     """Folder of the run."""

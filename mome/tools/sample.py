@@ -53,7 +53,9 @@ def main(words: Sequence[str]) -> None:
     windows = config.make_schedule().at(config.steps - 1).windows
     prompt = tokenizer.encode(options.prompt)
     limit = config.model.max_tokens
-    require(len(prompt) < limit, "prompt", f"of {len(prompt)} tokens", f"the model takes {limit - 1} at most; shorten it")
+    require(
+        len(prompt) < limit, "prompt", f"of {len(prompt)} tokens", f"the model takes {limit - 1} at most; shorten it"
+    )
     drawn = generate(
         parts, prompt, options.tokens, windows, tokenizer.bos, temperature=options.temperature, top_k=options.top_k,
         seed=options.seed, limit=limit,

@@ -38,7 +38,9 @@ class Model(nn.Module):
         self.blocks, self.norm = nn.Sequential(*(Block() for _ in range(L))), nn.LayerNorm(D)
         for name, p in self.named_parameters():
             if p.ndim == 2:
-                nn.init.normal_(p, std=0.02 / math.sqrt(2 * L) if name.endswith(("out.weight", "down.weight")) else 0.02)
+                nn.init.normal_(
+                    p, std=0.02 / math.sqrt(2 * L) if name.endswith(("out.weight", "down.weight")) else 0.02
+                )
             elif name.endswith("bias"):
                 nn.init.zeros_(p)
 

@@ -9,7 +9,9 @@ from mome import checkpoint
 
 
 def save(folder, step):
-    return checkpoint.save(folder, step, {"step": step}, {"model": {"w": torch.full((3,), float(step))}}, [{"lr": step}])
+    return checkpoint.save(
+        folder, step, {"step": step}, {"model": {"w": torch.full((3,), float(step))}}, [{"lr": step}]
+    )
 
 
 def test_round_trip(tmp_path):
@@ -53,7 +55,7 @@ def test_a_failed_save_leaves_the_last_one_and_no_draft(tmp_path, monkeypatch):
         raise RuntimeError("PytorchStreamWriter failed writing file: No space left on device")
 
     monkeypatch.setattr(torch, "save", full)
-    with pytest.raises(OSError, match="step_000002: cannot be written .*No space left.*--resume"):
+    with pytest.raises(OSError, match=r"step_000002: cannot be written .*No space left.*--resume"):
         save(tmp_path, 2)
     assert [path.name for path in tmp_path.iterdir()] == ["step_000001"]
 

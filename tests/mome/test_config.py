@@ -20,7 +20,9 @@ def test_json_round_trip(name):
 
 
 def test_round_trip_of_values_away_from_the_defaults():
-    config = parse(["local", "--memory.ngram.layers", "0", "2", "--memories", "ngram", "value", "--memory.routed.init", "0.25"]).config
+    config = parse(
+        ["local", "--memory.ngram.layers", "0", "2", "--memories", "ngram", "value", "--memory.routed.init", "0.25"]
+    ).config
     assert config.memory.ngram.layers == (0, 2)
     assert from_dict(RunConfig, json.loads(json.dumps(to_dict(config)))) == config
 

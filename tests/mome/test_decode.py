@@ -12,11 +12,29 @@ from mome.run import build, gather
 
 WINDOWS = (3, 9)
 BOS = 0
-SHAPES = ["--model.layers", "3", "--model.width", "32", "--model.heads", "2", "--memory.ngram.rows", "64", "--row-tokens", "32"]
+SHAPES = [
+    "--model.layers",
+    "3",
+    "--model.width",
+    "32",
+    "--model.heads",
+    "2",
+    "--memory.ngram.rows",
+    "64",
+    "--row-tokens",
+    "32",
+]
 CASES = {
     "none": ["--memories"],
     "routed": ["--memories", "routed"],
-    "routed by bigram": ["--memories", "routed", "--memory.routed.index", "bigram", "--memory.routed.bigram-rows", "50"],
+    "routed by bigram": [
+        "--memories",
+        "routed",
+        "--memory.routed.index",
+        "bigram",
+        "--memory.routed.bigram-rows",
+        "50",
+    ],
     "ngram across documents": ["--memories", "ngram"],
     "ngram within documents": ["--memories", "ngram", "--memory.ngram.no-cross-documents"],
     "value": ["--memories", "value"],

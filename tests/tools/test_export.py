@@ -26,8 +26,18 @@ def corpus(tmp_path_factory):
 @pytest.fixture(scope="module")
 def run_folder(corpus, tmp_path_factory):
     runs = tmp_path_factory.mktemp("runs")
-    decay = ("--table.routed.weight-decay", "0.5", "--table.ngram.weight-decay", "0.2", "--table.value.weight-decay", "0.1")
-    assert train_gpt.main(tiny.tiny_flags(corpus, runs, "--memories", "routed", "ngram", "value", "--cycle", "5", *decay)) == 0
+    decay = (
+        "--table.routed.weight-decay",
+        "0.5",
+        "--table.ngram.weight-decay",
+        "0.2",
+        "--table.value.weight-decay",
+        "0.1",
+    )
+    assert (
+        train_gpt.main(tiny.tiny_flags(corpus, runs, "--memories", "routed", "ngram", "value", "--cycle", "5", *decay))
+        == 0
+    )
     return tiny.only_run(runs)
 
 
@@ -71,11 +81,15 @@ def test_rows_in_files_equal_the_trained_table(run_folder, corpus):
 
 
 def test_the_commands(run_folder, tmp_path):
-    status, out, err = tiny.run(["sample", str(run_folder), "def value", "--tokens", "5", "--seed", "3"], module=["-m", "mome"])
+    status, out, err = tiny.run(
+        ["sample", str(run_folder), "def value", "--tokens", "5", "--seed", "3"], module=["-m", "mome"]
+    )
     assert status == 0 and out.startswith("def value"), err
     status, _, err = tiny.run(["export", str(run_folder), str(tmp_path / "out")], module=["-m", "mome"])
     assert status == 0, err
-    status, again, err = tiny.run(["sample", str(tmp_path / "out"), "def value", "--tokens", "5", "--seed", "3"], module=["-m", "mome"])
+    status, again, err = tiny.run(
+        ["sample", str(tmp_path / "out"), "def value", "--tokens", "5", "--seed", "3"], module=["-m", "mome"]
+    )
     assert status == 0 and again == out, err
     with safe_open(tmp_path / "out" / "rows_ngram_00000.safetensors", "pt") as file:
         assert list(file.keys()) == ["rows"]
@@ -91,7 +105,7 @@ def test_refusals(run_folder, tmp_path):
     export(load_run(run_folder), tmp_path / "out")
     kept = tmp_path / "out" / "rows_ngram_00000.safetensors"
     kept.write_bytes(kept.read_bytes()[:-8])
-    with pytest.raises(UserError, match="rows_ngram_00000.*cut short"):
+    with pytest.raises(UserError, match=r"rows_ngram_00000.*cut short"):
         from_pretrained(tmp_path / "out")
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     (tmp_path / "out" / "config.json").write_text(json.dumps(config | {"format": "mome-9"}))
@@ -105,9 +119,16 @@ def test_compare_trains_arms_with_the_real_trainer(corpus, tmp_path):
     flags = " ".join(words)
     arms = [f"with=local {flags}", f"without=local-dense {flags}"]
     status, out, err = tiny.run(
-        ["compare", "--arms", *arms, "--seeds", "2", "--steps", "4", "--out", str(tmp_path / "out")], module=["-m", "mome"]
+        ["compare", "--arms", *arms, "--seeds", "2", "--steps", "4", "--out", str(tmp_path / "out")],
+        module=["-m", "mome"],
     )
     assert status == 0, err
     verdict = json.loads((tmp_path / "out" / "compare.json").read_text())
-    assert {path.name for path in (tmp_path / "out").iterdir()} >= {"compare.json", "compare.md", "compare.png", "with", "without"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} >= {
+        "compare.json",
+        "compare.md",
+        "compare.png",
+        "with",
+        "without",
+    }
     assert "without" in out and verdict
