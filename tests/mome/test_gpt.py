@@ -140,13 +140,21 @@ def test_gradients_equal_the_slow_twins():
 def test_memories_of_one_site_see_the_same_and_are_summed():
     model, (tokens_BT, docs_BT) = trained_like(("value",)), tokens_and_docs()
     model.memories["other"] = Dummy("value", (1,))
-    one, other = payload("value", 2, 29), payload("value", 2, 29)
-    both = model(tokens_BT, docs_BT, {"value": one, "other": other}, windows=WINDOWS)
+    rows = {"value": payload("value", 2, 29), "other": payload("value", 2, 29)}
+    both = model(tokens_BT, docs_BT, rows, windows=WINDOWS)
     first, second = model.memories["value"].seen[0], model.memories["other"].seen[0]
     assert first[0] == second[0] == 1 and first[1] is second[1]
     assert [layer for layer, _ in model.memories["value"].seen] == [1, 3]
-    swapped = model(tokens_BT, docs_BT, {"other": other, "value": one}, windows=WINDOWS)
-    assert torch.equal(both, swapped)
+    assert torch.equal(both, model(tokens_BT, docs_BT, dict(reversed(rows.items())), windows=WINDOWS))
+    model.memories["value"].layers = (1,)
+    summed = model(tokens_BT, docs_BT, rows, windows=WINDOWS)
+    # A dummy reads gate * payload + x / 10: two of them are one with both payloads, and another x / 10.
+    del model.memories["other"]
+    model.memories["value"].read = lambda layer, payload, site: (
+        2 * Dummy.read(model.memories["value"], layer, payload, site)
+    )
+    mean = {"value": (rows["value"] + rows["other"]) / 2}
+    torch.testing.assert_close(summed, model(tokens_BT, docs_BT, mean, windows=WINDOWS), rtol=0, atol=1e-10)
 
 
 @torch.no_grad()
