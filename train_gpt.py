@@ -13,9 +13,9 @@ import math
 import os
 import resource
 import signal
-import statistics
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,18 +23,17 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from data.errors import DataError
 from data.loader import Batch, DataExhausted, Loader
 from mome import checkpoint
 from mome.command import parse
 from mome.config import RunConfig
 from mome.describe import describe, parameter_counts
 from mome.errors import UserError
-from mome.evaluate import KNOCKOUTS, Score, evaluate
+from mome.evaluate import Score, evaluate, knockouts
 from mome.generate import generate
 from mome.loss import cross_entropy
 from mome.progress import Reporter
-from mome.run import Corpus, Parts, build, gather, load_model, open_corpus, pick_device, row_plan
+from mome.run import Corpus, Parts, build, load_model, open_corpus, pick_device, row_plan
 from mome.runfolder import RunFolder, environment, write_atomic, write_json
 from mome.table.rows import WorkingSet
 from mome.tools.report import write_report
@@ -51,6 +50,11 @@ class Cycle:
     sets: dict[str, WorkingSet]
     ids: dict[int, dict[str, Tensor]]
 
+    @property
+    def rows(self) -> int:
+        """Distinct rows that the cycle touches."""
+        return sum(len(one.ids) for one in self.sets.values())
+
 
 @dataclass(frozen=True)
 class RunResult:
@@ -64,7 +68,7 @@ class RunResult:
 class Training:
     """The state of a run between two steps, and the moves that change it."""
 
-    COUNTS = ("step", "tokens", "seconds", "rows_touched")
+    COUNTS = ("step", "tokens", "seconds")
 
     def __init__(self, config: RunConfig, corpus: Corpus, device: torch.device, dtype: torch.dtype, say):
         self.config, self.corpus, self.device, self.dtype = config, corpus, device, dtype
@@ -78,8 +82,12 @@ class Training:
             shuffle=config.shuffle, on_exhausted=config.on_exhausted, log=say,
         )  # fmt: skip
         self.step, self.tokens, self.seconds = 0, 0, 0.0
-        self.rows_touched = 0
         self.cycle: Cycle | None = None
+
+    def gradient_norm(self) -> float:
+        """Norm of all gradients, of the working sets' so far too: not finite if one number is not."""
+        leaves = [*self.parts.model.parameters(), *(one.rows for one in self.cycle.sets.values())]
+        return float(torch.nn.utils.get_total_norm([leaf.grad for leaf in leaves if leaf.grad is not None]))
 
     def begin_cycle(self) -> Cycle:
         """Pull the rows of the next steps: as many as a cycle has, to the end of the stage at most."""
@@ -90,10 +98,9 @@ class Training:
     def ids_of(self, step: int, batches: list[Batch]) -> dict[int, dict[str, Tensor]]:
         return {step + n: self.parts.row_ids(batch.tokens.to(self.device)) for n, batch in enumerate(batches)}
 
-    def train_step(self) -> float:
-        """One step: forward, backward, dense update, and at a cycle's end the tables. Returns nats a token."""
-        if self.cycle is None:
-            self.cycle = self.begin_cycle()
+    def train_step(self) -> tuple[float, float]:
+        """A step of the cycle: forward, backward, dense update, at its end the tables. Returns nats a token and the
+        gradient's norm; raises UserError before anything is changed when one of them is not finite."""
         batch, ids, now = self.loader.next(), self.cycle.ids.pop(self.step), self.schedule.at(self.step)
         loss = torch.zeros((), device=self.device)
         for first in range(0, len(batch.tokens), self.config.micro_batch):
@@ -101,8 +108,10 @@ class Training:
             tokens_BT, targets_BT, docs_BT = (
                 t[part].to(self.device) for t in (batch.tokens, batch.targets, batch.docs)
             )
-            rows = gather(self.cycle.sets, {name: ids_BTR[part] for name, ids_BTR in ids.items()}, self.dtype)
-            hidden_BTD = self.parts.model(tokens_BT, docs_BT, self.parts.payloads(rows, tokens_BT), windows=now.windows)
+            part_ids = {name: ids_BTR[part] for name, ids_BTR in ids.items()}
+            hidden_BTD = self.parts.forward(
+                self.cycle.sets, part_ids, tokens_BT, docs_BT, windows=now.windows, dtype=self.dtype
+            )
             part_loss = cross_entropy(
                 hidden_BTD,
                 self.parts.model.head,
@@ -112,10 +121,10 @@ class Training:
             )
             part_loss.backward()
             loss += part_loss.detach()
-        nats = float(loss)
-        if not math.isfinite(nats):
+        nats, norm = float(loss), self.gradient_norm()
+        if not math.isfinite(nats + norm):
             raise UserError(
-                f"step {self.step + 1}: the loss is {nats}; the last good checkpoint is kept: "
+                f"step {self.step + 1}: loss {nats}, gradient norm {norm}; the last good checkpoint is kept: "
                 "lower the learning rate and start anew"
             )
         set_schedule(self.optimizers, self.config.optim, lr_mul=now.lr, momentum=now.momentum)
@@ -126,14 +135,12 @@ class Training:
         self.tokens += batch.tokens.numel()
         if self.step == self.cycle.end:
             self.end_cycle(now.lr)
-        return nats
+        return nats, norm
 
     def end_cycle(self, lr_mul: float) -> None:
         """Let the owners apply the row rule to the rows of the cycle."""
-        self.rows_touched = sum(
+        for name, table in self.parts.tables.items():
             table.push(self.cycle.sets[name], lr=getattr(self.config.table, name).lr * lr_mul)
-            for name, table in self.parts.tables.items()
-        )
         self.cycle = None
 
     def score(self, rows: int, knockout: str = "full") -> Score:
@@ -161,6 +168,8 @@ class Training:
 
     def load(self, saved: checkpoint.Checkpoint) -> None:
         """Everything that `save` wrote, so that what follows is bit for bit what would have followed."""
+        if saved.state["data"] != self.corpus.fingerprint:
+            raise UserError(f"{saved.path}: trained on other data or another tokenizer; give those the run began with")
         load_model(self.parts.model, saved)
         for name, table in self.parts.tables.items():
             table.load_state_dict(saved.tensors(f"table_{name}"))
@@ -183,58 +192,77 @@ class Training:
 
 
 class Stop:
-    """SIGINT and SIGTERM ask for a stop after the step under way; a second one ends the process at once."""
+    """While it is entered, SIGINT and SIGTERM ask for a stop after the step under way; a second one ends at once."""
 
-    def __init__(self):
-        self.signal: int | None = None
-        for one in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(one, self._ask)
+    SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
-    def _ask(self, number, frame):
+    def __init__(self, say: Callable[[str], None]):
+        self.signal, self.say = None, say
+
+    def __enter__(self) -> Stop:
+        self.before = [signal.signal(one, self._ask) for one in self.SIGNALS]
+        return self
+
+    def __exit__(self, *error) -> None:
+        for one, handler in zip(self.SIGNALS, self.before):
+            signal.signal(one, handler)
+
+    def _ask(self, number, frame) -> None:
         self.signal = number
-        signal.signal(number, signal.SIG_DFL)
+        self.say(f"{signal.Signals(number).name}: saving after this step (once more: at once)")
+        for one in self.SIGNALS:
+            signal.signal(one, signal.SIG_DFL)
 
 
 def train(config: RunConfig, resume: Path | None = None) -> RunResult:
     """Run, or go on with, a whole training. Raises UserError, DataError or OSError with one line for the user."""
-    stop = Stop()
     device, dtype, why = pick_device()
     join_processes(device)
     folder = RunFolder.open(resume) if resume else None
     corpus = open_corpus(config, print)
     training = Training(config, corpus, device, dtype, print)
     folder = folder or RunFolder.create(config)
-    groups = describe_groups(training.parts.model.named_parameters(), config.optim)
-    folder.start(environment(device, dtype, why, 1, corpus.fingerprint) | {"groups": groups}, corpus.tokenizer)
-    saved = checkpoint.newest(folder.checkpoints, print)
-    if saved:
-        training.load(checkpoint.Checkpoint(saved))
-    if resume:
-        folder.truncate_metrics(training.step)
-        print(f"going on with {folder.path} after step {training.step}")
-    print(f"{config.preset}: {config.steps} steps into {folder.path}")
-    print(f"computing in {str(dtype).removeprefix('torch.')} on {device}: {why}; data {corpus.fingerprint[:12]}")
+    with folder.locked():
+        groups = describe_groups(training.parts.model.named_parameters(), config.optim)
+        folder.start(
+            environment(device, dtype, why, 1, corpus.fingerprint) | {"groups": groups}, corpus.tokenizer, print
+        )
+        saved = checkpoint.newest(folder.checkpoints, print)
+        if saved:
+            training.load(checkpoint.Checkpoint(saved))
+        if resume:
+            folder.truncate_metrics(training.step)
+            print(f"going on with {folder.path} after step {training.step}")
+        print(f"{config.preset}: {config.steps} steps into {folder.path}")
+        print(f"computing in {str(dtype).removeprefix('torch.')} on {device}: {why}; data {corpus.fingerprint[:12]}")
+        stopped = steps(training, folder)
+        if stopped is None:
+            return RunResult(folder.path, finish(training, folder), None)
+    print(f"stopped after step {training.step}; go on with: python train_gpt.py --resume {folder.path}")
+    return RunResult(folder.path, {}, stopped)
 
+
+def steps(training: Training, folder: RunFolder) -> int | None:
+    """Train to the last step, validating and saving on the way; the signal that ended it earlier, or None."""
+    config = training.config
     reporter = Reporter(config.steps, training.step)
-    try:
-        while training.step < config.steps and stop.signal is None:
-            line = timed_step(training, reporter)
-            due = training.step < config.steps
-            if due and config.val_every and training.step % config.val_every == 0:
-                line |= score_fields(training.score(config.val_rows), reporter)
-            folder.log(line)
-            if due and config.save_every and training.step % config.save_every == 0:
-                training.save(folder.checkpoints)
-        training.save(folder.checkpoints)
-    except DataExhausted:
-        training.save(folder.checkpoints)
-        raise
-    finally:
-        reporter.close()
-    if training.step < config.steps:
-        print(f"stopped after step {training.step}; go on with: python train_gpt.py --resume {folder.path}")
-        return RunResult(folder.path, {}, stop.signal)
-    return RunResult(folder.path, finish(training, folder), None)
+    with Stop(reporter.say) as stop:
+        try:
+            while training.step < config.steps and stop.signal is None:
+                line = timed_step(training, reporter)
+                due = training.step < config.steps
+                if due and config.val_every and training.step % config.val_every == 0:
+                    line |= score_fields(training.score(config.val_rows), reporter)
+                folder.log(line)
+                if due and config.save_every and training.step % config.save_every == 0:
+                    training.save(folder.checkpoints)
+            training.save(folder.checkpoints)
+        except DataExhausted:
+            training.save(folder.checkpoints)
+            raise
+        finally:
+            reporter.close()
+    return stop.signal if training.step < config.steps else None
 
 
 def join_processes(device: torch.device) -> None:
@@ -249,15 +277,24 @@ def join_processes(device: torch.device) -> None:
 
 def timed_step(training: Training, reporter: Reporter) -> dict[str, Any]:
     """Train one step on the clock; returns its line of metrics."""
-    started, before = time.perf_counter(), training.tokens
-    nats = training.train_step()
-    taken = time.perf_counter() - started
+    started, before = now_on(training.device), training.tokens
+    training.cycle = training.cycle or training.begin_cycle()
+    rows = training.cycle.rows
+    nats, norm = training.train_step()
+    taken = now_on(training.device) - started
     training.seconds += taken
-    reporter.step(training.step, nats, (training.tokens - before) / taken, training.rows_touched)
+    reporter.step(training.step, nats, (training.tokens - before) / taken, rows)
     return {
-        "step": training.step, "loss": nats, "lr": training.schedule.at(training.step - 1).lr,
-        "tokens": training.tokens, "seconds": training.seconds, "rows_touched": training.rows_touched, "bytes_sent": 0,
+        "step": training.step, "loss": nats, "grad_norm": norm, "lr": training.schedule.at(training.step - 1).lr,
+        "tokens": training.tokens, "seconds": training.seconds, "rows_touched": rows, "bytes_sent": 0,
     }  # fmt: skip
+
+
+def now_on(device: torch.device) -> float:
+    """Seconds of a clock, once the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 def score_fields(score: Score, reporter: Reporter) -> dict[str, Any]:
@@ -274,18 +311,15 @@ def bits(score: Score) -> str:
 
 
 def finish(training: Training, folder: RunFolder) -> dict[str, Any]:
-    """Validate in full, knock the memory out, sample, and leave the result, the plot and the page."""
+    """Validate, knock the memory out, and leave the result, a sample, the plot and the page."""
     config, parts = training.config, training.parts
     print("validating")
     final = training.score(config.final_val_rows)
-    knockout = {}
-    if parts.memories:
-        knockout = {name: training.score(config.val_rows, name).val_loss for name in KNOCKOUTS}
-    seconds = folder.step_seconds()
+    knockout = {name: training.score(config.val_rows, name).val_loss for name in knockouts(parts)}
     active, memory = parameter_counts(parts.model, parts.memories)
     result = {
         "val_loss": final.val_loss, "val_bpb": final.val_bpb, "val_tokens": final.tokens, "seconds": training.seconds,
-        "steps": training.step, "tokens": training.tokens, "step_ms": 1000 * statistics.median(seconds),
+        "steps": training.step, "tokens": training.tokens, "step_ms": 1000 * folder.typical_step_seconds(),
         "active_params": active, "memory_params": memory, "peak_bytes": peak_bytes(training.device), "world": 1,
         "rank_tokens": [training.tokens], "rank_bytes_sent": [0],
         "rank_table_bytes": [sum(table.table_bytes() + table.state_bytes() for table in parts.tables.values())],
@@ -298,8 +332,8 @@ def finish(training: Training, folder: RunFolder) -> dict[str, Any]:
             f"  memory {name.replace('_', ' '):15} {loss:.4f}"
             + ("" if name == "full" else f"  ({loss - knockout['full']:+.4f})")
         )
-    write_sample(training, folder)
     write_json(folder.path / "result.json", result)
+    write_sample(training, folder)
     write_report(folder.path)
     print(f"{folder.path}: result.json, loss.png, report.html")
     return result
@@ -337,9 +371,12 @@ def main(words: list[str]) -> int:
             print(describe(options.config))
             return 0
         result = train(options.config, options.resume)
-    except (UserError, DataError, OSError, ValueError) as error:
-        print(f"train_gpt.py: {error}", file=sys.stderr)
+    except (ValueError, OSError, torch.cuda.OutOfMemoryError) as error:
+        print(f"train_gpt.py: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("train_gpt.py: stopped", file=sys.stderr)
+        return 128 + signal.SIGINT
     finally:
         torch.set_flush_denormal(False)
         if distributed.is_initialized():

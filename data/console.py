@@ -1,20 +1,17 @@
-"""What the commands of this room show a person: progress, and one line in place of a stack trace.
+"""What the commands of this room show a person while they work.
 
-Lives here: the progress bar (rich on a terminal, plain lines elsewhere) and the wrapper of a command's main.
-Not here: the commands themselves (local.py, tokenize.py, fineweb.py) and the trainer's own display.
+Lives here: the progress bar (rich on a terminal, plain lines elsewhere).
+Not here: a command's words and errors (command.py), and the trainer's own display (mome/progress.py).
 """
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.progress import Progress as RichProgress
-
-from data.errors import DataError
 
 PLAIN_SECONDS = 10.0
 
@@ -52,16 +49,3 @@ class Progress:
         elif time.monotonic() >= self.next_line:
             self.next_line = time.monotonic() + PLAIN_SECONDS
             self.log(f"{self.what}: {self.done / 1e6:,.1f} of {self.total / 1e6:,.1f} MB")
-
-
-def run_command(command: Callable[[], None]) -> int:
-    """Run `command`, return the exit code: 0; 1 for a DataError or OSError, with a line on stderr; 130 for Ctrl-C."""
-    try:
-        command()
-    except (DataError, OSError) as error:
-        print("error: " + " ".join(str(error).split()), file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("stopped", file=sys.stderr)
-        return 130
-    return 0

@@ -12,16 +12,17 @@ import re
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx2
-import tyro
 from filelock import FileLock, Timeout
 from huggingface_hub import constants, get_hf_file_metadata, get_session, hf_hub_url
 from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
 
-from data.console import Progress, run_command
+from data.command import parse, run_command
+from data.console import Progress
 from data.errors import DataError
 from data.shards import Shard
 
@@ -185,21 +186,26 @@ def _remedy(error: Exception, name: str, endpoint: str, out: Path) -> str:
     )
 
 
-def main(args: Sequence[str] | None = None) -> int:
+@dataclass(frozen=True)
+class Options:
+    """Download FineWeb (GPT-2 tokens, 100M a shard) from the Hugging Face Hub. What is there already is kept."""
+
+    shards: int
+    """Training shards, 1 to 103; the validation shard comes with them."""
+    out: Path = OUT
+    """Folder for the shards."""
+
+
+def main(words: Sequence[str]) -> int:
     """The command python -m data.fineweb. Returns the exit code."""
 
-    def command(shards: int, out: Path = OUT) -> None:
-        """Download FineWeb (GPT-2 tokens, 100M a shard) from the Hugging Face Hub. What is there already is kept.
+    def command() -> None:
+        options = parse(Options, words, "python -m data.fineweb")
+        download(options.shards, options.out)
+        print(f"train       {options.out / 'fineweb_train_*.bin'}\nvalidation  {options.out / VALIDATION}")
 
-        Args:
-            shards: training shards, 1 to 103; the validation shard comes with them.
-            out: folder for the shards.
-        """
-        download(shards, out)
-        print(f"train       {out / 'fineweb_train_*.bin'}\nvalidation  {out / VALIDATION}")
-
-    return run_command(lambda: tyro.cli(command, prog="python -m data.fineweb", args=args))
+    return run_command(command)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -16,10 +16,10 @@ from importlib import metadata
 from pathlib import Path
 
 import numpy as np
-import tyro
 from filelock import FileLock
 
-from data.console import Progress, run_command
+from data.command import parse, run_command
+from data.console import Progress
 from data.errors import DataError
 from data.shards import fingerprint, write_shard
 from data.tokenizer import Tokenizer, load_tokenizer, train_bpe
@@ -157,21 +157,24 @@ def _checked(folder: Path) -> LocalCorpus:
     return LocalCorpus(str(train), str(val), str(tokenizer), found)
 
 
-def main(args: Sequence[str] | None = None) -> int:
+@dataclass(frozen=True)
+class Options:
+    """Build the default corpus, unless it is there, and print where it lies."""
+
+    cache: Path = CACHE
+    """The folder that holds it."""
+
+
+def main(words: Sequence[str]) -> int:
     """The command python -m data.local: builds the corpus if need be and prints where it is. Returns the exit code."""
 
-    def local(cache: Path = CACHE) -> None:
-        """Build the default corpus, unless it is there, and print where it lies.
-
-        Args:
-            cache: the folder that holds it.
-        """
-        corpus = build(cache)
+    def command() -> None:
+        corpus = build(parse(Options, words, "python -m data.local").cache)
         print(f"train      {corpus.train_glob}\nvalidation {corpus.val_glob}")
         print(f"tokenizer  {corpus.tokenizer_path}\nfingerprint {corpus.fingerprint}")
 
-    return run_command(lambda: tyro.cli(local, prog="python -m data.local", args=args))
+    return run_command(command)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

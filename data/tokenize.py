@@ -28,7 +28,8 @@ from typing import Annotated
 import numpy as np
 import tyro
 
-from data.console import Progress, run_command
+from data.command import parse, run_command
+from data.console import Progress
 from data.errors import DataError
 from data.shards import MAX_COUNT, MAX_ID, Shard, fingerprint, write_shard
 from data.tokenizer import Tokenizer, load_tokenizer
@@ -342,34 +343,35 @@ def _cut_validation(train: ShardFiller, fraction: float, bos: int) -> np.ndarray
     return tail if tail[:1] == bos else np.concatenate([np.array([bos], dtype=np.uint16), tail])
 
 
-def main(args: Sequence[str] | None = None) -> int:
+@dataclass(frozen=True)
+class Options:
+    """Turn text into token shards for training."""
+
+    files: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="FILES...")]
+    """.txt (one document a file) and .jsonl (one document a line, under "text")."""
+    tokenizer: str
+    """gpt2, or the path of a tokenizer.json."""
+    out: Path
+    """Folder for train_*.bin, val_*.bin and tokenizer.json."""
+    shard_tokens: int = 100_000_000
+    """Most tokens of a shard."""
+    val_fraction: float = 0.01
+    """Share of the documents kept for validation."""
+    workers: int = 0
+    """Processes; 0: one for each core."""
+
+
+def main(words: Sequence[str]) -> int:
     """The command python -m data.tokenize. Returns the exit code."""
 
-    def command(
-        files: Annotated[tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="FILES...")],
-        tokenizer: str,
-        out: Path,
-        shard_tokens: int = 100_000_000,
-        val_fraction: float = 0.01,
-        workers: int = 0,
-    ) -> None:
-        """Turn text into token shards for training.
-
-        Args:
-            files: .txt (one document a file) and .jsonl (one document a line, under "text").
-            tokenizer: gpt2, or the path of a tokenizer.json.
-            out: folder for train_*.bin, val_*.bin and tokenizer.json.
-            shard_tokens: most tokens of a shard.
-            val_fraction: share of the documents kept for validation.
-            workers: processes; 0: one for each core.
-        """
-        made = tokenize(files, tokenizer, out, shard_tokens, val_fraction, workers)
+    def command() -> None:
+        made = tokenize(**vars(parse(Options, words, "python -m data.tokenize")))
         print(f"documents   {made.documents:,}: {made.train_tokens:,} training, {made.val_tokens:,} validation tokens")
         print(f"train       {made.train_glob}\nvalidation  {made.val_glob}")
         print(f"tokenizer   {made.tokenizer_path}\nfingerprint {made.fingerprint}")
 
-    return run_command(lambda: tyro.cli(command, prog="python -m data.tokenize", args=args))
+    return run_command(command)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -12,8 +12,8 @@ import os
 import sys
 from collections.abc import Sequence
 
+from data.command import error_line
 from mome.errors import UserError
-from mome.options import error_line
 
 TOOLS: dict[str, tuple[str, str]] = {
     "sample": ("mome.tools.sample", "continue a prompt with the model of a run"),

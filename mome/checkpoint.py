@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -28,10 +29,13 @@ def save(
 ) -> Path:
     """Write `folder`/step_NNNNNN; the marker with the size of every file comes last, then the rename.
 
-    state: JSON values. tensors: one safetensors file a name. optimizer: what torch.save takes.
-    The newest KEEP checkpoints stay. Raises OSError when it cannot be written; then those already there are untouched.
+    state: JSON values. tensors: one safetensors file a name. optimizer: what torch.save takes. A step that is there
+    already stays as it is; the newest KEEP are kept, and nothing half-written. Raises OSError when it cannot be
+    written; then those already there are untouched.
     """
     target = folder / f"step_{step:06d}"
+    if is_whole(target):
+        return target
     draft = folder / f".writing_{step:06d}"
     try:
         shutil.rmtree(draft, ignore_errors=True)
@@ -47,8 +51,7 @@ def save(
         sizes = {path.name: path.stat().st_size for path in sorted(draft.iterdir())}
         (draft / COMPLETE).write_text(json.dumps(sizes))
         sync(draft / COMPLETE)
-        if target.exists():
-            shutil.rmtree(target)
+        shutil.rmtree(target, ignore_errors=True)
         os.replace(draft, target)
         sync(folder)
     except (OSError, RuntimeError, SafetensorError) as error:
@@ -58,8 +61,10 @@ def save(
         raise OSError(
             f"checkpoint {target}: cannot be written ({reason}); free space or permissions, then --resume"
         ) from error
-    for old in whole_checkpoints(folder)[:-KEEP]:
-        shutil.rmtree(old)
+    kept = whole_checkpoints(folder)[-KEEP:]
+    for old in (*folder.glob("step_*"), *folder.glob(".writing_*")):
+        if old not in kept:
+            shutil.rmtree(old, ignore_errors=True)
     return target
 
 
@@ -100,16 +105,23 @@ class Checkpoint:
 
     def __init__(self, path: Path):
         self.path = path
-        self.state: dict[str, Any] = json.loads((path / "state.json").read_text())
+        self.state: dict[str, Any] = self._read("state.json", lambda file: json.loads(file.read_text()))
 
     def file(self, name: str) -> Path:
         return self.path / f"{name}.safetensors"
 
     def tensors(self, name: str) -> dict[str, torch.Tensor]:
-        try:
-            return load_file(self.file(name))
-        except (OSError, SafetensorError) as error:
-            raise UserError(f"{self.file(name)}: cannot be read ({error}); resume from another checkpoint") from error
+        return self._read(f"{name}.safetensors", load_file)
 
     def optimizer(self) -> Any:
-        return torch.load(self.path / "optimizer.pt", weights_only=True)
+        return self._read("optimizer.pt", lambda file: torch.load(file, map_location="cpu", weights_only=True))
+
+    def _read(self, name: str, read: Callable[[Path], Any]) -> Any:
+        """What `read` makes of a file; a damaged one is named."""
+        try:
+            return read(self.path / name)
+        except (OSError, ValueError, RuntimeError, EOFError, pickle.UnpicklingError, SafetensorError) as error:
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise UserError(
+                f"{self.path / name}: damaged ({reason}); remove {self.path} to use the one before"
+            ) from error

@@ -1,7 +1,7 @@
 """What a run is, as data: frozen dataclasses, JSON in and out, validation.
 
 Lives here: RunConfig and the pieces that no other room owns, and the strict reading of a saved configuration.
-Not here: the presets (mome/presets.py), the command line (train_gpt.py), and what the values do.
+Not here: the presets (mome/presets.py), the command line (mome/command.py), and what the values do.
 """
 
 from __future__ import annotations
@@ -63,21 +63,21 @@ class ScheduleConfig:
     """Share of the steps over which the learning rate goes down to `floor`."""
     floor: float = 0.1
     """Learning rate multiplier at the end."""
-    warmup: int = 0
-    """Steps over which the learning rate goes up from 0."""
+    warmup: float = 0.0
+    """Share of the steps over which the learning rate goes up from 0."""
     shape: Literal["linear", "cosine"] = "linear"
     """Form of the cooldown."""
     momentum: tuple[float, float] = (0.85, 0.95)
     """Muon momentum: at the start (and at the end), and between."""
-    momentum_warmup: int = 50
-    """Steps from the first momentum to the second."""
-    momentum_cooldown: int = 20
-    """Steps back to the first momentum at the end."""
+    momentum_warmup: float = 0.2
+    """Share of the steps from the first momentum to the second."""
+    momentum_cooldown: float = 0.04
+    """Share of the steps back to the first momentum at the end."""
 
     def __post_init__(self):
-        require(0 <= self.cooldown <= 1, "schedule.cooldown", self.cooldown, "a share lies between 0 and 1")
-        require(0 <= self.floor <= 1, "schedule.floor", self.floor, "a multiplier lies between 0 and 1")
-        require(self.warmup >= 0, "schedule.warmup", self.warmup, "a number of steps is 0 or more")
+        for name in ("cooldown", "floor", "warmup", "momentum_warmup", "momentum_cooldown"):
+            value = getattr(self, name)
+            require(0 <= value <= 1, f"schedule.{flag_of(name)}", value, "a share lies between 0 and 1")
 
 
 MemoryConfigs = dataclasses.make_dataclass(
@@ -94,7 +94,7 @@ TableConfigs.__doc__ = "How the rows of each memory in the registry are trained.
 
 @dataclass(frozen=True)
 class RunConfig:
-    """A run. Everything that changes its result is here; nothing else does."""
+    """A run: with the data, the device and the number of threads it determines the result."""
 
     preset: Annotated[str, tyro.conf.Suppress] = ""
     steps: int = 200
@@ -167,8 +167,10 @@ class RunConfig:
         plan = self.schedule
         return Schedule(
             plan.stages, self.steps, self.row_tokens, cooldown_share=plan.cooldown, floor=plan.floor,
-            warmup_steps=plan.warmup, momentum=(*plan.momentum, plan.momentum_warmup, plan.momentum_cooldown),
-            kind=plan.shape,
+            warmup_steps=round(plan.warmup * self.steps), kind=plan.shape,
+            momentum=(
+                *plan.momentum, round(plan.momentum_warmup * self.steps), round(plan.momentum_cooldown * self.steps)
+            ),
         )  # fmt: skip
 
 

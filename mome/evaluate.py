@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,9 +16,15 @@ from torch import Tensor
 from data.loader import validation_rows
 from data.shards import Shard
 from mome.loss import token_nats
-from mome.run import Parts, gather
+from mome.run import Parts
 
-KNOCKOUTS = ("full", "off", "mean_row", "shuffled_rows", "swapped_routes")
+KNOCKOUTS = ("off", "mean_row", "shuffled_rows", "swapped_routes")
+
+
+def knockouts(parts: Parts) -> tuple[str, ...]:
+    """'full', every knock-out of all memories at once, and with several memories each one off alone, 'off:NAME'."""
+    alone = tuple(f"off:{name}" for name in parts.memories) if len(parts.memories) > 1 else ()
+    return ("full", *KNOCKOUTS, *alone) if parts.memories else ()
 
 
 @dataclass(frozen=True)
@@ -37,9 +44,9 @@ def evaluate(
     """Score the model on `rows` evenly spread validation rows of `row_tokens` tokens (0: all of them).
 
     Special tokens stand for no bytes: they count in val_loss and not in val_bpb.
-    knockout: 'full', or what is put in the memory's place: 'off' nothing, 'mean_row' the mean of each table's touched
-    rows, 'shuffled_rows' each row exchanged for another one of the batch, 'swapped_routes' routers and gates that look
-    at another micro-row.
+    knockout: 'full', or what is put in the memory's place: 'off' nothing ('off:NAME': in that of one alone), 'mean_row'
+    the mean of the rows that the batch reads, 'shuffled_rows' each row exchanged for another one of the batch,
+    'swapped_routes' routers and gates that look at another micro-row. Bigram and trigram rows are kept apart.
     """
     device = next(parts.model.parameters()).device
     token_bytes_V = token_bytes_V.to(device)
@@ -49,19 +56,10 @@ def evaluate(
     for batch in validation_rows(shards, row_tokens, rows or None, bos, batch_rows=batch_rows):
         tokens_BT, targets_BT, docs_BT = batch.tokens.to(device), batch.targets.to(device), batch.docs.to(device)
         ids = parts.row_ids(tokens_BT)
-        gathered = {} if knockout == "off" else gather(parts.pull([ids], grad=False), ids, dtype)
-        for name, rows_BTRLD in gathered.items():
-            if knockout == "mean_row":
-                rows_BTRLD.copy_(parts.tables[name].mean_row().to(dtype).expand_as(rows_BTRLD))
-            elif knockout == "shuffled_rows":
-                gathered[name] = shuffle(rows_BTRLD, generator)
-        hidden_BTD = parts.model(
-            tokens_BT,
-            docs_BT,
-            parts.payloads(gathered, tokens_BT),
-            windows=windows,
-            swap_routes=knockout == "swapped_routes",
-        )
+        hidden_BTD = parts.forward(
+            parts.pull([ids], grad=False), ids, tokens_BT, docs_BT, windows=windows, dtype=dtype,
+            change=partial(knock_out, knockout=knockout, generator=generator), swap_routes=knockout == "swapped_routes",
+        )  # fmt: skip
         nats_BT = token_nats(hidden_BTD, parts.model.head, targets_BT, softcap=parts.model.softcap).double()
         valid_BT = targets_BT >= 0
         bytes_BT = token_bytes_V[targets_BT.clamp(min=0)] * valid_BT
@@ -73,7 +71,20 @@ def evaluate(
     return Score(float(nats) / tokens, bpb, tokens)
 
 
-def shuffle(rows_BTRLD: Tensor, generator: torch.Generator) -> Tensor:
+def knock_out(rows: dict[str, Tensor], knockout: str, generator: torch.Generator) -> dict[str, Tensor]:
+    """The gathered rows [B, T, reads, lanes, dim] with something else in their place, as `evaluate` says."""
+    if knockout == "off":
+        return {}
+    if knockout.startswith("off:"):
+        return {name: rows_BTRLD for name, rows_BTRLD in rows.items() if name != knockout.removeprefix("off:")}
+    if knockout == "mean_row":
+        return {name: rows_BTRLD.mean((0, 1), keepdim=True).expand_as(rows_BTRLD) for name, rows_BTRLD in rows.items()}
+    if knockout == "shuffled_rows":
+        return {name: shuffled(rows_BTRLD, generator) for name, rows_BTRLD in rows.items()}
+    return rows
+
+
+def shuffled(rows_BTRLD: Tensor, generator: torch.Generator) -> Tensor:
     """The positions' rows in another order, each read (order of n-gram) among its own kind."""
     flat = rows_BTRLD.flatten(0, 1)
     order = torch.randperm(len(flat), generator=generator).to(flat.device)

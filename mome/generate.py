@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mome.loss import head_logits
-from mome.run import Parts, gather
+from mome.run import Parts
 
 
 class Decoder:
@@ -34,9 +34,10 @@ class Decoder:
         docs_BT = (self.documents + (tokens_BT == self.bos).cumsum(1)).int()
         self.documents = int(docs_BT[0, -1])
         row_ids = self.parts.row_ids(tokens_BT, self.history_BH)
-        rows = gather(self.parts.pull([row_ids], grad=False), row_ids, self.dtype)
-        payloads = self.parts.payloads(rows, tokens_BT, self.history_BH)
-        hidden_BTD = self.parts.model(tokens_BT, docs_BT, payloads, windows=self.windows, state=self.state)
+        hidden_BTD = self.parts.forward(
+            self.parts.pull([row_ids], grad=False), row_ids, tokens_BT, docs_BT, windows=self.windows, dtype=self.dtype,
+            history_BH=self.history_BH, state=self.state,
+        )  # fmt: skip
         joined = torch.cat([self.history_BH, tokens_BT], 1)
         self.history_BH = joined[:, joined.shape[1] - self.history_BH.shape[1] :]
         return head_logits(hidden_BTD[0], self.parts.model.head, softcap=self.parts.model.softcap)

@@ -201,7 +201,7 @@ class GPT(nn.Module):
         tokens: int64. docs: document number within the sequence, never falling. rows: payload of each memory that is
         on; one left out adds nothing. windows: (short, long), keys before its own that a token sees. state: goes on
         where the last call with it ended; pieces of any length equal the whole at once. swap_routes: memories look at
-        the h of the next micro-row (a knock-out; a batch of one row has no other and keeps its own).
+        the x and h of the micro-row before (a knock-out; of a single micro-row at those of its other half).
 
         Raises ValueError for a token outside the vocabulary (on the CPU), more than max_tokens positions, rows of an
         unknown memory, or windows beyond the state's.
@@ -296,11 +296,16 @@ class _Plugs:
         if not readers:
             return x
         h_BTD = rms_norm(x) if h_BTD is None else h_BTD
-        site = Site(x, h_BTD.roll(1, 0) if self.swap_routes else h_BTD)
+        site = Site(swapped(x), swapped(h_BTD)) if self.swap_routes else Site(x, h_BTD)
         total = x
         for memory, payload in readers:
             total = total + memory.read(layer, payload, site)
         return total
+
+
+def swapped(x: Tensor) -> Tensor:
+    """Every micro-row's neighbour; of a single micro-row the other half."""
+    return x.roll(1, 0) if len(x) > 1 else x.roll(x.shape[1] // 2, 1)
 
 
 def _linear(x: Tensor, weight: Tensor) -> Tensor:

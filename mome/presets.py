@@ -51,7 +51,7 @@ DOCS_PLAIN = replace(
         stages=(Stage(share=1.0, rows=8, windows=(256, 256), document_cap=256),),
         cooldown=1.0,
         floor=0.1,
-        warmup=30,
+        warmup=0.1,
         shape="cosine",
     ),
 )

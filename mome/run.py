@@ -6,6 +6,7 @@ Not here: the training loop (train_gpt.py), validation (mome/evaluate.py), sampl
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import data.local
+from data.errors import DataError
 from data.loader import RowPlan
 from data.shards import Shard, find_shards, fingerprint
 from data.tokenizer import Tokenizer, load_tokenizer
@@ -30,11 +32,12 @@ from mome.table.rows import RowTable, WorkingSet
 from optim.schedule import Schedule
 
 CACHE = Path(__file__).resolve().parent.parent / ".cache"
+SEARCHED_FOR_BOS = 1 << 20
 
 
 @dataclass
 class Corpus:
-    """Opened and checked token data."""
+    """Opened and checked token data. fingerprint: of the tokens and the tokenizer."""
 
     tokenizer: Tokenizer
     train: list[Shard]
@@ -42,8 +45,22 @@ class Corpus:
     fingerprint: str
 
 
+def opened(pattern: str, what: str, tokenizer: Tokenizer) -> list[Shard]:
+    """The shards of a glob, every id checked. Raises DataError, also when no document start is near a shard's start."""
+    shards = [Shard(path, tokenizer.vocab_size) for path in find_shards(pattern, what)]
+    for shard in shards:
+        shard.scan_max()
+        if not (shard.tokens[:SEARCHED_FOR_BOS] == tokenizer.bos).any():
+            raise DataError(
+                f"{shard.path}: no document start (id {tokenizer.bos}) in its first {SEARCHED_FOR_BOS:,} tokens; "
+                "it was made with another tokenizer: give that with --tokenizer"
+            )
+    return shards
+
+
 def open_corpus(config: RunConfig, log: Callable[[str], None]) -> Corpus:
     """The shards and the tokenizer that a configuration names; the built-in corpus is made when it is missing."""
+    local = None
     if config.train_glob:
         tokenizer = load_tokenizer(config.tokenizer)
         train_glob, val_glob = config.train_glob, config.val_glob
@@ -56,13 +73,14 @@ def open_corpus(config: RunConfig, log: Callable[[str], None]) -> Corpus:
             f"preset {config.preset} trains on your shards: give --train-glob and --val-glob "
             "(python -m data.tokenize makes them)"
         )
-    train, val = (find_shards(pattern, what) for pattern, what in ((train_glob, "training"), (val_glob, "validation")))
-    shards = {path: Shard(path, tokenizer.vocab_size) for path in [*train, *val]}
-    for shard in shards.values():
-        shard.scan_max()
-    return Corpus(
-        tokenizer, [shards[path] for path in train], [shards[path] for path in val], fingerprint([*train, *val])
-    )
+    train, val = opened(train_glob, "training", tokenizer), opened(val_glob, "validation", tokenizer)
+    shared = {shard.path.resolve() for shard in train} & {shard.path.resolve() for shard in val}
+    if shared:
+        raise UserError(f"{shared.pop()} is among the training and the validation shards; narrow one of the globs")
+    if local:
+        return Corpus(tokenizer, train, val, local.fingerprint)
+    both = fingerprint([shard.path for shard in [*train, *val]]) + tokenizer.fingerprint()
+    return Corpus(tokenizer, train, val, hashlib.sha256(both.encode()).hexdigest())
 
 
 @dataclass
@@ -90,6 +108,19 @@ class Parts:
             name: self.memories[name].prepare(rows_BTRLD, tokens_BT, self._tail(self.memories[name], history_BH))
             for name, rows_BTRLD in rows.items()
         }
+
+    def forward(
+        self, sets: Mapping[str, WorkingSet], ids: Mapping[str, Tensor], tokens_BT: Tensor, docs_BT: Tensor, *,
+        windows: tuple[int, int], dtype: torch.dtype, history_BH: Tensor | None = None,
+        change: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None = None, **model_options: Any,
+    ) -> Tensor:  # fmt: skip
+        """Hidden states [B, T, D] of one pass: rows of the working sets, what memories make of them, the backbone.
+
+        change: what is done to the gathered rows, a memory left out being off. model_options: state, swap_routes.
+        """
+        rows = gather(sets, ids, dtype)
+        payloads = self.payloads(change(rows) if change else rows, tokens_BT, history_BH)
+        return self.model(tokens_BT, docs_BT, payloads, windows=windows, **model_options)
 
     def pull(self, ids: Sequence[Mapping[str, Tensor]], *, grad: bool) -> dict[str, WorkingSet]:
         """A working set a table, for the ids of one or more steps."""
@@ -130,10 +161,16 @@ def build_model(config: RunConfig, vocab_size: int, bos: int) -> tuple[GPT | Pla
 def build(config: RunConfig, vocab_size: int, bos: int, device: torch.device | str = "cpu") -> Parts:
     """Model and tables with their initial values."""
     model, memories = build_model(config, vocab_size, bos)
-    tables = {
-        name: RowTable(memory.spec, getattr(config.table, name).row_rule(), seed=config.seed, device=device, name=name)
-        for name, memory in memories.items()
-    }
+    tables = {}
+    for name, memory in memories.items():
+        rule = getattr(config.table, name).row_rule()
+        try:
+            tables[name] = RowTable(memory.spec, rule, seed=config.seed, device=device, name=name)
+        except RuntimeError as error:
+            gigabytes = 4e-9 * memory.spec.rows * memory.spec.lanes * memory.spec.dim
+            raise UserError(
+                f"table {name} takes {gigabytes:,.1f} GB, more than {device} has; give it fewer rows"
+            ) from error
     return Parts(model.to(device), memories, tables)
 
 

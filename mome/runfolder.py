@@ -6,16 +6,20 @@ Not here: checkpoints (mome/checkpoint.py), the plot and the page (mome/tools/re
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import itertools
 import json
 import math
 import os
 import platform
+import statistics
 import subprocess
 import sys
 import time
 import zipfile
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -31,6 +35,8 @@ ROOMS = ("mome", "optim", "data", "kernels", "records")
 PACKAGES = ("torch", "numpy", "tokenizers", "tiktoken", "safetensors", "tyro", "rich")
 # What may differ between a run and its resumption without changing what is trained.
 FREE_KEYS = ("runs_dir",)
+# What the bits of a result depend on beside configuration and data.
+DECISIVE = ("torch", "device", "dtype", "threads", "world", "revision")
 
 
 def write_atomic(path: Path, text: str) -> None:
@@ -134,15 +140,35 @@ class RunFolder:
         lines[-1] = json.dumps(_finite({**json.loads(lines[-1]), "val_loss": val_loss, "val_bpb": val_bpb}))
         write_atomic(self.metrics_path, "".join(line + "\n" for line in lines))
 
-    def step_seconds(self) -> list[float]:
-        """Seconds of each step, from the running sums in the metrics."""
-        sums = [0.0, *(json.loads(line)["seconds"] for line in self.metrics_path.read_text().splitlines())]
-        return [after - before for before, after in itertools.pairwise(sums)]
+    def typical_step_seconds(self) -> float:
+        """Median seconds of the steps of one size (tokens), averaged over all steps: stages differ in size."""
+        lines = [json.loads(line) for line in self.metrics_path.read_text().splitlines()]
+        by_size: dict[int, list[float]] = {}
+        for before, after in itertools.pairwise([{"tokens": 0, "seconds": 0.0}, *lines]):
+            by_size.setdefault(after["tokens"] - before["tokens"], []).append(after["seconds"] - before["seconds"])
+        return sum(statistics.median(steps) * len(steps) for steps in by_size.values()) / len(lines)
 
-    def start(self, environment: dict[str, Any], tokenizer: Tokenizer) -> None:
-        """Write what is known before the first step, where it is not there yet."""
-        if not (self.path / "environment.json").exists():
-            write_json(self.path / "environment.json", environment)
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep other processes out of the folder meanwhile. Raises UserError when one is in it."""
+        with open(self.path / ".lock", "w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise UserError(f"{self.path}: another process is training in it; wait for it or stop it") from error
+            yield
+
+    def start(self, environment: dict[str, Any], tokenizer: Tokenizer, say: Callable[[str], None]) -> None:
+        """Write what is known before the first step; on a resumption add what is no longer as it was, and say so."""
+        path = self.path / "environment.json"
+        if path.exists():
+            first = json.loads(path.read_text())
+            changed = {key: environment[key] for key in DECISIVE if environment[key] != first.get(key)}
+            if changed:
+                say(f"not as at the start of this run, so not bit for bit what it would have been: {changed}")
+                write_json(path, first | {"resumed": [*first.get("resumed", []), changed]})
+        else:
+            write_json(path, environment)
         if not (self.path / "source.zip").exists():
             self.write_source()
         if not (self.path / "tokenizer.json").exists():

@@ -45,7 +45,8 @@ def test_a_run_leaves_a_whole_folder(corpus, tmp_path, capsys):
     assert [line["step"] for line in lines if "val_loss" in line] == [5, 10, 12]
     assert lines[-1]["tokens"] == 6 * 4 * 32 + 6 * 8 * 32
     result = json.loads((folder / "result.json").read_text())
-    assert set(result["knockout"]) == {"full", "off", "mean_row", "shuffled_rows", "swapped_routes"}
+    together, alone = ("full", "off", "mean_row", "shuffled_rows", "swapped_routes"), ("routed", "ngram", "value")
+    assert set(result["knockout"]) == {*together, *(f"off:{name}" for name in alone)}
     assert result["val_loss"] == lines[-1]["val_loss"]
     assert result["rank_tokens"] == [lines[-1]["tokens"]] and result["world"] == 1
     assert result["active_params"] > 0 and result["memory_params"] > 2 * 512 * 32

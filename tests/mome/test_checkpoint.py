@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from mome import checkpoint
+from mome.errors import UserError
 
 
 def save(folder, step):
@@ -60,7 +61,26 @@ def test_a_failed_save_leaves_the_last_one_and_no_draft(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["step_000001"]
 
 
-def test_saving_a_step_again_replaces_it(tmp_path):
-    save(tmp_path, 1)
+def test_a_whole_one_is_not_written_again_and_a_half_written_one_is(tmp_path):
+    first = save(tmp_path, 1)
     checkpoint.save(tmp_path, 1, {"step": 1, "again": True}, {}, [])
-    assert checkpoint.Checkpoint(tmp_path / "step_000001").state["again"]
+    assert checkpoint.Checkpoint(first).state == {"step": 1}
+    (first / "COMPLETE").unlink()
+    checkpoint.save(tmp_path, 1, {"step": 1, "again": True}, {}, [])
+    assert checkpoint.Checkpoint(first).state["again"]
+
+
+def test_a_good_save_clears_what_kills_left(tmp_path):
+    (tmp_path / ".writing_000007").mkdir()
+    (tmp_path / "step_000003").mkdir()
+    save(tmp_path, 8)
+    assert [path.name for path in tmp_path.iterdir()] == ["step_000008"]
+
+
+@pytest.mark.parametrize("name", ["state.json", "optimizer.pt", "model.safetensors"])
+def test_damage_of_the_right_size_is_named(tmp_path, name):
+    path = save(tmp_path, 1)
+    (path / name).write_bytes(b"\0" * (path / name).stat().st_size)
+    with pytest.raises(UserError, match=name):
+        kept = checkpoint.Checkpoint(path)
+        kept.optimizer(), kept.tensors("model")

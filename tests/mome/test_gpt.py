@@ -158,15 +158,21 @@ def test_memories_of_one_site_see_the_same_and_are_summed():
 
 
 @torch.no_grad()
-def test_swapped_routes_change_h_alone():
-    model, (tokens_BT, docs_BT) = trained_like(("input",)), tokens_and_docs(3)
-    rows = {"input": payload("input", 3, 29)}
-    model(tokens_BT, docs_BT, rows, windows=WINDOWS)
-    model(tokens_BT, docs_BT, rows, windows=WINDOWS, swap_routes=True)
+@pytest.mark.parametrize("batch", [3, 1])
+def test_swapped_routes_show_another_context(batch):
+    """Of the micro-row before; of a single one the other half. What the dummy adds still lands on its own row."""
+    model, (tokens_BT, docs_BT) = trained_like(("input",)), tokens_and_docs(batch)
+    rows = {"input": payload("input", batch, 29)}
+    straight_BTD = model(tokens_BT, docs_BT, rows, windows=WINDOWS)
+    swapped_BTD = model(tokens_BT, docs_BT, rows, windows=WINDOWS, swap_routes=True)
     (_, straight), (_, swapped) = model.memories["input"].seen
-    assert torch.equal(straight.x, swapped.x)
     torch.testing.assert_close(straight.h, rms(straight.x), rtol=0, atol=1e-12)
-    assert torch.equal(swapped.h, straight.h[[2, 0, 1]])
+    for one, other in ((straight.x, swapped.x), (straight.h, swapped.h)):
+        expected = one[[2, 0, 1]] if batch == 3 else torch.cat([one[:, 15:], one[:, :15]], 1)
+        assert torch.equal(other, expected)
+    assert (straight_BTD != swapped_BTD).any(-1).all()
+    without_BTD = model(tokens_BT, docs_BT, {}, windows=WINDOWS)
+    assert torch.equal(without_BTD, model(tokens_BT, docs_BT, {}, windows=WINDOWS, swap_routes=True))
 
 
 @torch.no_grad()
