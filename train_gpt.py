@@ -30,11 +30,12 @@ from mome.config import RunConfig
 from mome.describe import describe, parameter_counts
 from mome.errors import UserError
 from mome.evaluate import Score, evaluate, knockouts
+from mome.files import write_atomic, write_json
 from mome.generate import generate
 from mome.loss import cross_entropy
 from mome.progress import Reporter
 from mome.run import Corpus, Parts, build, load_model, open_corpus, pick_device, row_plan
-from mome.runfolder import RunFolder, environment, write_atomic, write_json
+from mome.runfolder import RunFolder, environment
 from mome.table.rows import WorkingSet
 from mome.tools.report import write_report
 from optim.groups import build_optimizers, set_schedule

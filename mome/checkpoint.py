@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from mome.errors import UserError
+from mome.files import sync
 
 COMPLETE = "COMPLETE"
 KEEP = 2
@@ -66,15 +67,6 @@ def save(
         if old not in kept:
             shutil.rmtree(old, ignore_errors=True)
     return target
-
-
-def sync(path: Path) -> None:
-    """Flush a file or folder to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def is_whole(path: Path) -> bool:

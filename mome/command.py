@@ -6,6 +6,7 @@ Not here: what a run does with it (train_gpt.py).
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -39,6 +40,8 @@ def parse(words: list[str]) -> Options:
     if preset not in PRESETS:
         raise UserError(f"{preset}: no such preset{nearest(preset, PRESETS)}; there are {', '.join(PRESETS)}")
     flags = words[1:] if named else words
+    if any(one.endswith(".bin") and other.endswith(".bin") for one, other in itertools.pairwise(flags)):
+        raise UserError("a pattern of shards came as many words: quote the pattern, --train-glob 'shards/train_*.bin'")
     if not named and flags[:1] in (["-h"], ["--help"]):
         print("presets:", *(f"  {name:12} {about}" for name, about in ABOUT.items()), sep="\n", end="\n\n")
     prog = "python train_gpt.py " + (preset if named else "[PRESET]")
@@ -47,5 +50,5 @@ def parse(words: list[str]) -> Options:
         return options
     folder = RunFolder.open(options.resume)
     if named or options.config != PRESETS[preset]:
-        folder.require_same(options.config)
+        folder.require_same(options.config, PRESETS[preset])
     return Options(folder.config(), options.resume, options.dry_run)

@@ -153,6 +153,8 @@ class RunConfig:
         require(len(set(self.memories)) == len(self.memories), "memories", self.memories, "name each memory once")
         if self.model.kind == "plain":
             require(not self.memories, "memories", self.memories, "the plain model has no plug points for a memory")
+            require(self.optim.kind == "adamw", "optim.kind", self.optim.kind, "the plain model takes adamw")
+        require(self.seed < 2**63, "seed", self.seed, "give a whole number below 2**63")
         require(
             self.row_tokens <= self.model.max_tokens,
             "row-tokens",
@@ -222,13 +224,15 @@ def _typed(hint: Any, value: Any, where: str) -> Any:
     return Path(value) if hint is Path else value
 
 
-def differences(one: dict[str, Any], other: dict[str, Any], where: str = "") -> list[str]:
+def flat(values: dict[str, Any], where: str = "") -> dict[str, Any]:
+    """A saved configuration with dotted keys, 'model.width'."""
+    out: dict[str, Any] = {}
+    for key, value in values.items():
+        out |= flat(value, f"{where}{key}.") if isinstance(value, dict) else {where + key: value}
+    return out
+
+
+def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
     """Lines 'key: a -> b' for what differs between two saved configurations."""
-    lines = []
-    for key in sorted({*one, *other}):
-        a, b = one.get(key), other.get(key)
-        if isinstance(a, dict) and isinstance(b, dict):
-            lines += differences(a, b, f"{where}{key}.")
-        elif a != b:
-            lines.append(f"{where}{key}: {a} -> {b}")
-    return lines
+    a, b = flat(one), flat(other)
+    return [f"{key}: {a.get(key)} -> {b.get(key)}" for key in sorted({*a, *b}) if a.get(key) != b.get(key)]

@@ -1,28 +1,31 @@
 """What a configuration comes to, counted before anything is trained.
 
-Lives here: parameters by group, bytes, schedule and FLOPs as text (--dry-run), and the counts of a result.
+Lives here: shapes, parameters by group, bytes, schedule and FLOPs as text (--dry-run), and the counts of a result.
 Not here: predictions of time, which need a measurement.
 """
 
 from __future__ import annotations
 
-import io
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import nn
 
 from mome.config import RunConfig
 from mome.gpt import count_flops
 from mome.memory import Memory
 from mome.run import build_model, vocabulary_size
+from optim.groups import OptimConfig, aligned, label_of, state_bytes
 from optim.groups import describe as describe_groups
+from optim.schedule import Schedule, StepValues
 
 FLOAT_BYTES = 4
+EVENT_BYTES = 4  # a row's last event, int32
 
 
-def parameter_counts(model: nn.Module, memories: dict[str, Memory]) -> tuple[int, int]:
+def parameter_counts(model: nn.Module, memories: Mapping[str, Memory]) -> tuple[int, int]:
     """(active, memory): dense parameters plus the row elements that one token reads, and all elements of the tables."""
     dense = sum(parameter.numel() for parameter in model.parameters())
     read = sum(memory.reads * memory.spec.lanes * memory.spec.dim for memory in memories.values())
@@ -30,79 +33,128 @@ def parameter_counts(model: nn.Module, memories: dict[str, Memory]) -> tuple[int
 
 
 def describe(config: RunConfig) -> str:
-    """Shapes, parameters by group, bytes, schedule and training FLOPs a token of a configuration."""
+    """Shapes, parameters by group, bytes, schedule and training FLOPs a token of a configuration, in ASCII."""
     vocab_size = vocabulary_size(config)
     with torch.device("meta"):
         model, memories = build_model(config, vocab_size, bos=0)
     active, in_memory = parameter_counts(model, memories)
-    page = Console(file=io.StringIO(), width=120, highlight=False)
-    page.print(
-        f"{config.preset}: {config.model.kind}, {config.model.layers} layers, width {config.model.width}, "
-        f"{config.model.heads} heads, vocabulary {vocab_size:,}"
-    )
-    page.print(
-        f"active parameters {active:,} (dense, and the rows a token reads); memory parameters {in_memory:,}",
-        markup=False,
-    )
-    page.print(describe_groups(model.named_parameters(), config.optim), markup=False)
-    page.print(tables_of(config, memories))
-    page.print(stages_of(config))
     schedule = config.make_schedule()
-    now = schedule.at(config.steps - 1)
-    flops = count_flops(config.model, vocab_size, row_tokens=config.row_tokens, windows=now.windows)
-    page.print(
+    windows = schedule.at(config.steps - 1).windows
+    flops = count_flops(config.model, vocab_size, row_tokens=config.row_tokens, windows=windows)
+    head = (
+        f"{config.preset}: {config.model.kind}, {config.model.layers} layers, width {config.model.width}, "
+        f"{config.model.heads} heads, vocabulary {vocab_size:,}\n"
+        f"active parameters {active:,} (dense, and the rows a token reads); memory parameters {in_memory:,}"
+    )
+    tail = (
         f"{schedule.total_tokens:,} tokens in {config.steps} steps; "
         f"{flops:,} training FLOPs a token in the last stage (without memory reads)"
     )
-    return page.file.getvalue().rstrip()
+    groups = describe_groups(model.named_parameters(), config.optim)
+    tables = [tables_of(config, memories)] if memories else []
+    return "\n\n".join([
+        head, tensors_of(model, config.optim), groups, *tables, bytes_of(config, model, memories),
+        stages_of(schedule), tail,
+    ])  # fmt: skip
 
 
-def tables_of(config: RunConfig, memories: dict[str, Memory]) -> Table:
-    """A line a table: its shape, its bytes, what a token reads, how it is trained."""
-    table = Table(title="tables", title_justify="left")
-    for column in (
-        "memory",
-        "site",
-        "layers",
-        "rows",
-        "lanes",
-        "dim",
-        "weight MB",
-        "state MB",
-        "read a token",
-        "rule",
-        "lr",
-        "decay",
-    ):
-        table.add_column(column)
+def tensors_of(model: nn.Module, optim: OptimConfig) -> str:
+    """A line a tensor that is trained densely, those that differ in one number of their name and nothing else in one:
+    name, shape, how many there are, parameters of all of them, group (the label in optim/groups.py)."""
+    groups: dict[tuple, list[int]] = {}
+    for name, parameter in model.named_parameters():
+        before, number, after = re.fullmatch(r"(.*?)(?:(?<=\.)(\d+)(?=\.|$)(.*))?", name).groups()
+        kind = (before, after, tuple(parameter.shape), label_of(name, parameter, optim))
+        groups.setdefault(kind, []).extend([] if number is None else [int(number)])
+    lines = [("tensor", "shape", "group", "tensors", "parameters")]
+    for (before, after, shape, label), numbers in groups.items():
+        count = max(1, len(numbers))
+        size = " x ".join(map(str, shape)) or "1"
+        name = before + ranges(numbers) + (after or "")
+        lines.append((name, size, label, str(count), f"{count * torch.Size(shape).numel():,}"))
+    return aligned(lines, left=3)
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Ascending numbers as people write them: 0-3,5."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """What one part of a run holds in memory between two steps; working set and gradients of a table at most."""
+
+    weights: int
+    working_set: int
+    gradients: int
+    state: int
+
+
+def byte_counts(config: RunConfig, model: nn.Module, memories: Mapping[str, Memory]) -> dict[str, Bytes]:
+    """Bytes of the dense parameters ("dense") and of each table (its name), in float32; model may be on meta."""
+    dense = sum(parameter.nbytes for parameter in model.parameters())
+    counts = {"dense": Bytes(dense, 0, dense, state_bytes(model.named_parameters(), config.optim))}
+    for name, memory in memories.items():
+        spec, rule = memory.spec, getattr(config.table, name).row_rule()
+        row = spec.lanes * spec.dim * FLOAT_BYTES
+        pulled = row * min(spec.rows, memory.reads * cycle_tokens(config))
+        state = spec.rows * (EVENT_BYTES + FLOAT_BYTES * spec.lanes * rule.keeps_second)
+        counts[name] = Bytes(spec.rows * row, pulled, pulled, state)
+    return counts
+
+
+def cycle_tokens(config: RunConfig) -> int:
+    """The most tokens that a cycle of the schedule has; no cycle goes beyond its stage."""
+    return max(
+        now.rows * now.tokens * min(config.cycle, end - start) for start, end, now in stages(config.make_schedule())
+    )
+
+
+def stages(schedule: Schedule) -> Iterator[tuple[int, int, StepValues]]:
+    """(first step, step after the last, values of the first step) of each stage that has steps."""
+    start = 0
+    while start < schedule.steps:
+        end = schedule.stage_end(start)
+        yield start, end, schedule.at(start)
+        start = end
+
+
+def bytes_of(config: RunConfig, model: nn.Module, memories: Mapping[str, Memory]) -> str:
+    """byte_counts as text, with the sum."""
+    note = "\n(a table's working set and gradients: of the most rows that a cycle can read)" if memories else ""
+    counts = byte_counts(config, model, memories)
+    lines = [("bytes", "weights", "working set", "gradients", "optimizer state")]
+    rows = {"dense parameters" if name == "dense" else f"table {name}": one for name, one in counts.items()}
+    rows["all"] = Bytes(*(sum(column) for column in zip(*(vars(one).values() for one in counts.values()))))
+    lines += [(name, *(f"{value:,}" for value in vars(one).values())) for name, one in rows.items()]
+    return aligned(lines, left=1) + note
+
+
+def tables_of(config: RunConfig, memories: Mapping[str, Memory]) -> str:
+    """A line a table: its shape, what a token reads, how it is trained."""
+    lines = [("table", "site", "layers", "rows", "lanes", "dim", "bytes read a token", "rule", "lr", "decay")]
     for name, memory in memories.items():
         spec, trained = memory.spec, getattr(config.table, name)
-        rule_state = spec.rows * (FLOAT_BYTES * spec.lanes * (trained.rule != "sgd") + FLOAT_BYTES)
-        table.add_row(
-            name, memory.site, ",".join(map(str, memory.layers)), f"{spec.rows:,}", str(spec.lanes), str(spec.dim),
-            f"{spec.rows * spec.lanes * spec.dim * FLOAT_BYTES / 1e6:,.1f}", f"{rule_state / 1e6:,.1f}",
-            f"{memory.reads * spec.lanes * spec.dim * FLOAT_BYTES:,} B",
-            trained.rule, str(trained.lr), str(trained.weight_decay),
-        )  # fmt: skip
-    return table
+        lines.append((
+            name, memory.site, ranges(memory.layers), f"{spec.rows:,}", str(spec.lanes), str(spec.dim),
+            f"{memory.reads * spec.lanes * spec.dim * FLOAT_BYTES:,}", trained.rule, f"{trained.lr:g}",
+            f"{trained.weight_decay:g}",
+        ))  # fmt: skip
+    return aligned(lines, left=3)
 
 
-def stages_of(config: RunConfig) -> Table:
+def stages_of(schedule: Schedule) -> str:
     """A line a stage of the schedule."""
-    table = Table(title="schedule", title_justify="left")
-    for column in ("steps", "rows a step", "tokens a step", "windows", "document cap", "lr at its start"):
-        table.add_column(column)
-    schedule, step = config.make_schedule(), 0
-    while step < config.steps:
-        now, end = schedule.at(step), schedule.stage_end(step)
-        windows = "{} / {}".format(*now.windows)
-        table.add_row(
-            f"{step}-{end - 1}",
-            str(now.rows),
-            f"{now.rows * now.tokens:,}",
-            windows,
-            str(now.document_cap),
-            f"{now.lr:.3f}",
-        )
-        step = end
-    return table
+    lines = [("steps", "rows a step", "tokens a step", "windows", "document cap", "lr at its start")]
+    for start, end, now in stages(schedule):
+        lines.append((
+            f"{start}-{end - 1}", str(now.rows), f"{now.rows * now.tokens:,}", "{} / {}".format(*now.windows),
+            str(now.document_cap), f"{now.lr:.3f}",
+        ))  # fmt: skip
+    return aligned(lines, left=1)

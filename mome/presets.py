@@ -8,15 +8,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mome.config import RunConfig, ScheduleConfig
+from mome.config import RunConfig, ScheduleConfig, TableConfig, TableConfigs
 from mome.gpt import ModelConfig
 from optim.groups import OptimConfig
 from optim.schedule import Stage
 
+# A row moves by about lr at each touch, and what it is added to sets its scale. Best of a few on `local`.
+TABLES = TableConfigs(routed=TableConfig(lr=1.0), ngram=TableConfig(lr=0.02), value=TableConfig(lr=0.4))
+
 LOCAL = RunConfig(
     preset="local",
-    steps=240,
+    steps=320,
     memories=("routed", "ngram"),
+    table=TABLES,
     row_tokens=512,
     micro_batch=8,
     final_val_rows=128,

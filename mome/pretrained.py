@@ -8,30 +8,54 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
+from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from data.tokenizer import Tokenizer, load_tokenizer
 from mome.config import RunConfig, from_dict, to_dict
 from mome.errors import UserError
+from mome.files import sync, write_json
 from mome.run import LoadedRun, Parts, build_model
-from mome.runfolder import write_json
 from mome.table.file import FileTable
 
 FORMAT = "mome-1"
 SHARD_BYTES = 256 << 20
+# What a configuration holds of the machine that it ran on.
+PATHS = ("runs_dir", "train_glob", "val_glob", "tokenizer")
 
 
 def export(run: LoadedRun, folder: Path, shard_bytes: int = SHARD_BYTES) -> None:
-    """Write `run`, whose tables are read from its checkpoint piece by piece, into a new or empty folder.
+    """Write `run`, whose tables are read from its checkpoint piece by piece, into a new or empty folder, whole or not
+    at all: what an export that was killed left beside it is removed by the next one.
 
-    Files: config.json, model.safetensors (dense weights), rows_NAME_nnnnn.safetensors (`rows` [n, lanes, dim], decay
-    materialised, at most shard_bytes each), tokenizer.json. Raises UserError for a folder in use.
+    Files: config.json (with the run's validation, when it has finished), model.safetensors (dense weights),
+    rows_NAME_nnnnn.safetensors (`rows` [n, lanes, dim], decay materialised, at most shard_bytes each), tokenizer.json.
+    Raises UserError for a folder in use, OSError when it cannot be written.
     """
+    folder = folder.resolve()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} is in use; name a new or empty folder")
-    folder.mkdir(parents=True, exist_ok=True)
+    draft = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(draft, ignore_errors=True)
+    try:
+        draft.mkdir(parents=True)
+        _write(run, draft, shard_bytes)
+        for path in (*draft.iterdir(), draft):
+            sync(path)
+        draft.rename(folder)
+        sync(folder.parent)
+    except SafetensorError as error:
+        # It wraps a full disk.
+        raise OSError(f"{folder}: cannot be written ({str(error).splitlines()[0]}); free space, then again") from error
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def _write(run: LoadedRun, folder: Path, shard_bytes: int) -> None:
     shards = {}
     for name, table in run.parts.tables.items():
         row_bytes = 4 * table.spec.lanes * table.spec.dim
@@ -39,15 +63,24 @@ def export(run: LoadedRun, folder: Path, shard_bytes: int = SHARD_BYTES) -> None
         shards[name] = [f"rows_{name}_{n:05d}.safetensors" for n in range(math.ceil(table.spec.rows / chunk))]
         for file, rows_ULD in zip(shards[name], table.iter_rows(chunk)):
             save_file({"rows": rows_ULD}, folder / file)
-    save_file(
-        {key: value.contiguous() for key, value in run.parts.model.state_dict().items()}, folder / "model.safetensors"
-    )
+    dense = {key: value.contiguous() for key, value in run.parts.model.state_dict().items()}
+    save_file(dense, folder / "model.safetensors")
     run.tokenizer.save(folder / "tokenizer.json")
-    # The configuration comes last: a folder without it was not finished.
+    # The maker's folders are nobody's business.
+    paths = {key: Path(value).name for key, value in to_dict(run.config).items() if key in PATHS}
     write_json(folder / "config.json", {
         "format": FORMAT, "step": run.step, "vocab_size": run.tokenizer.vocab_size, "bos": run.tokenizer.bos,
-        "shards": shards, "run": to_dict(run.config),
+        **_validation(run), "shards": shards, "run": to_dict(run.config) | paths,
     })  # fmt: skip
+
+
+def _validation(run: LoadedRun) -> dict[str, Any]:
+    """val_loss (nats a token) and val_bpb of the run's result, when they were measured on these very weights."""
+    try:
+        result = json.loads((run.folder.path / "result.json").read_text())
+        return {key: result[key] for key in ("val_loss", "val_bpb")} if result["steps"] == run.step else {}
+    except (OSError, ValueError, KeyError):
+        return {}
 
 
 def from_pretrained(folder: Path | str) -> tuple[Parts, Tokenizer, RunConfig]:

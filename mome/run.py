@@ -19,7 +19,7 @@ import data.local
 from data.errors import DataError
 from data.loader import RowPlan
 from data.shards import Shard, find_shards, fingerprint
-from data.tokenizer import Tokenizer, load_tokenizer
+from data.tokenizer import GPT2_VOCAB, Tokenizer, load_tokenizer
 from mome.checkpoint import Checkpoint, newest
 from mome.config import RunConfig
 from mome.errors import UserError
@@ -138,9 +138,11 @@ def gather(sets: Mapping[str, WorkingSet], ids: Mapping[str, Tensor], dtype: tor
 
 
 def vocabulary_size(config: RunConfig) -> int:
-    """Tokens in the vocabulary, without building the built-in corpus."""
+    """Tokens in the vocabulary, without building the built-in corpus or fetching GPT-2's tokenizer."""
     if config.tokenizer == "local" and not config.train_glob:
         return data.local.VOCAB_SIZE
+    if config.tokenizer == "gpt2":
+        return GPT2_VOCAB
     return load_tokenizer(config.tokenizer).vocab_size
 
 

@@ -11,7 +11,6 @@ import errno
 import fcntl
 import itertools
 import json
-import math
 import os
 import platform
 import statistics
@@ -27,8 +26,9 @@ from typing import Any
 import torch
 
 from data.tokenizer import Tokenizer
-from mome.config import RunConfig, differences, from_dict, to_dict
+from mome.config import RunConfig, flat, from_dict, to_dict
 from mome.errors import UserError
+from mome.files import json_text, sync, write_atomic, write_json
 
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = ("mome", "optim", "data", "kernels", "records")
@@ -37,29 +37,6 @@ PACKAGES = ("torch", "numpy", "tokenizers", "tiktoken", "safetensors", "tyro", "
 FREE_KEYS = ("runs_dir",)
 # What the bits of a result depend on beside configuration and data.
 DECISIVE = ("torch", "device", "dtype", "threads", "world", "revision")
-
-
-def write_atomic(path: Path, text: str) -> None:
-    """Replace a file as a whole: it holds the old text or the new one, never a part."""
-    draft = path.with_name(f".{path.name}.writing")
-    with open(draft, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(draft, path)
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Write JSON that any reader takes: NaN and infinity become null."""
-    write_atomic(path, json.dumps(_finite(value), indent=1) + "\n")
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class RunFolder:
@@ -100,16 +77,14 @@ class RunFolder:
         except (json.JSONDecodeError, TypeError) as error:
             raise UserError(f"{self.path / 'config.json'}: not a configuration of this version ({error})") from error
 
-    def require_same(self, config: RunConfig) -> None:
-        """Refuse to go on under another configuration, naming what differs."""
-        saved, given = to_dict(self.config()), to_dict(config)
-        for key in FREE_KEYS:
-            saved.pop(key), given.pop(key)
-        changed = differences(saved, given)
-        if changed:
+    def require_same(self, given: RunConfig, preset: RunConfig) -> None:
+        """Refuse to go on with flags (what `given` changes in `preset`) that the run does not have, naming them."""
+        saved, wanted, usual = (flat(to_dict(config)) for config in (self.config(), given, preset))
+        asked = ["preset", *(key for key in wanted if wanted[key] != usual[key] and key not in FREE_KEYS)]
+        wrong = [f"{key}: {saved[key]} -> {wanted[key]}" for key in asked if saved[key] != wanted[key]]
+        if wrong:
             raise UserError(
-                f"--resume {self.path}: the run has another configuration ({'; '.join(changed[:4])}); "
-                "leave these flags out"
+                f"--resume {self.path}: the run has another configuration ({'; '.join(wrong)}); leave it out"
             )
 
     @property
@@ -132,12 +107,12 @@ class RunFolder:
     def log(self, values: dict[str, Any]) -> None:
         """Append one line of metrics."""
         with open(self.metrics_path, "a") as file:
-            file.write(json.dumps(_finite(values)) + "\n")
+            file.write(json_text(values, indent=None) + "\n")
 
     def log_validation(self, val_loss: float, val_bpb: float | None) -> None:
         """Add the last validation to the last line of metrics."""
         lines = self.metrics_path.read_text().splitlines()
-        lines[-1] = json.dumps(_finite({**json.loads(lines[-1]), "val_loss": val_loss, "val_bpb": val_bpb}))
+        lines[-1] = json_text({**json.loads(lines[-1]), "val_loss": val_loss, "val_bpb": val_bpb}, indent=None)
         write_atomic(self.metrics_path, "".join(line + "\n" for line in lines))
 
     def typical_step_seconds(self) -> float:
@@ -180,6 +155,7 @@ class RunFolder:
         with zipfile.ZipFile(draft, "w", zipfile.ZIP_DEFLATED) as archive:
             for path in [ROOT / "train_gpt.py", *(p for room in ROOMS for p in sorted((ROOT / room).rglob("*.py")))]:
                 archive.write(path, path.relative_to(ROOT))
+        sync(draft)
         os.replace(draft, self.path / "source.zip")
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Literal
 
@@ -208,6 +208,26 @@ def set_schedule(
                 group["momentum"] = momentum
 
 
+def state_bytes(named_parameters: NamedParameters, config: OptimConfig) -> int:
+    """Bytes of the optimizers' state from the first step on. Parameters may be on meta.
+
+    adam, adamw: two moments, and a float32 count of steps a parameter. normuon: the momentum, and a mean square for
+    each row or column of a matrix, whichever are more.
+    """
+    total = 0
+    by_label = {group.label: group for group in groups(config)}
+    for label, pairs in assign(named_parameters, config).items():
+        group = by_label[label]
+        for _, parameter in pairs:
+            if group.rule == "normuon":
+                rows, cols = parameter.shape[-2] // group.split, parameter.shape[-1]
+                numbers = parameter.numel() + parameter.numel() // (rows * cols) * max(rows, cols)
+                total += numbers * parameter.element_size()
+            else:
+                total += 2 * parameter.numel() * parameter.element_size() + torch.float32.itemsize
+    return total
+
+
 def describe(named_parameters: NamedParameters, config: OptimConfig) -> str:
     """The table with what falls into it, as text: a line a label and one for the sum. Parameters may be on meta."""
     members = assign(named_parameters, config)
@@ -222,8 +242,15 @@ def describe(named_parameters: NamedParameters, config: OptimConfig) -> str:
             ))  # fmt: skip
     pairs = [pair for one in members.values() for pair in one]
     lines.append(("all", "", str(len(pairs)), f"{sum(parameter.numel() for _, parameter in pairs):,}", *[""] * 5))
+    return aligned(lines, left=2)
+
+
+def aligned(lines: Sequence[Sequence[str]], left: int) -> str:
+    """Lines of cells as columns of text: the first `left` columns begin, the others end below each other."""
     widths = [max(map(len, column)) for column in zip(*lines)]
     return "\n".join(
-        "  ".join(f"{cell:{'<' if column < 2 else '>'}{widths[column]}}" for column, cell in enumerate(line)).rstrip()
+        "  ".join(
+            f"{cell:{'<' if k < left else '>'}{width}}" for k, (cell, width) in enumerate(zip(line, widths))
+        ).rstrip()
         for line in lines
     )

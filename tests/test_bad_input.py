@@ -11,7 +11,8 @@ import pytest
 
 import train_gpt
 from data.shards import write_shard
-from mome.checkpoint import whole_checkpoints
+from mome.checkpoint import Checkpoint, newest, whole_checkpoints
+from mome.runfolder import RunFolder
 from tests import tiny
 
 
@@ -110,6 +111,35 @@ def test_resume_under_another_configuration(finished, corpus, capsys):
     assert "model.width: 32 -> 64" in refused(words, capsys)
 
 
+def test_resume_with_the_preset_alone_is_taken_and_another_preset_is_not(finished, tmp_path, capsys):
+    copy = shutil.copytree(finished, tmp_path / "copy")
+    assert train_gpt.main(["local", "--resume", str(copy)]) == 0
+    assert "preset: local -> local-dense" in refused(["local-dense", "--resume", str(copy)], capsys)
+
+
+def test_two_processes_do_not_train_in_one_folder(finished, tmp_path, capsys):
+    copy = shutil.copytree(finished, tmp_path / "copy")
+    with RunFolder(copy).locked():
+        assert "another process" in refused(["--resume", str(copy)], capsys)
+
+
+def test_one_shard_in_both_globs(corpus, tmp_path, capsys):
+    source = corpus[corpus.index("--train-glob") + 1]
+    err = refused(tiny.tiny_flags(with_shard(corpus, "val", source), tmp_path), capsys)
+    assert "train_000.bin is among the training and the validation shards" in err
+
+
+def test_shards_of_another_tokenizer(corpus, tmp_path, capsys):
+    write_shard(tmp_path / "other.bin", np.arange(1, 5000) % 200 + 5)
+    err = refused(tiny.tiny_flags(with_shard(corpus, "train", tmp_path / "other.bin"), tmp_path / "runs"), capsys)
+    assert "other.bin: no document start" in err
+
+
+def test_a_table_larger_than_memory(corpus, tmp_path, capsys):
+    err = refused(tiny.tiny_flags(corpus, tmp_path, "--memory.ngram.rows", "2000000000"), capsys)
+    assert "table ngram takes 512.0 GB" in err
+
+
 def test_resume_with_the_same_words_is_taken(finished, corpus, tmp_path):
     copy = shutil.copytree(finished, tmp_path / "copy")
     words = tiny.tiny_flags(corpus, finished.parent, "--steps", "6", "--save-every", "2", "--resume", str(copy))
@@ -140,6 +170,41 @@ def test_resume_of_a_checkpoint_of_another_shape(finished, tmp_path, capsys):
     (copy / "config.json").write_text(json.dumps(config))
     err = refused(["--resume", str(copy)], capsys)
     assert "shape" in err and "another configuration" in err
+
+
+def test_a_gradient_that_is_not_finite_is_seen_before_anything_changes(corpus, tmp_path, capsys, monkeypatch):
+    measure = train_gpt.Training.gradient_norm
+    calls = iter(range(1000))
+
+    def poisoned(training):
+        if next(calls) == 3:
+            training.parts.model.head.grad[7, 2] = float("nan")
+        return measure(training)
+
+    monkeypatch.setattr(train_gpt.Training, "gradient_norm", poisoned)
+    err = refused(tiny.tiny_flags(corpus, tmp_path, "--save-every", "1"), capsys)
+    assert "step 4: loss " in err and "gradient norm nan" in err
+    folder = tiny.only_run(tmp_path)
+    saved = Checkpoint(newest(folder / "checkpoint", print))
+    assert all(tensor.isfinite().all() for tensor in saved.tensors("model").values())
+    # Without the poison the run goes on to its end.
+    monkeypatch.undo()
+    assert train_gpt.main(["--resume", str(folder)]) == 0
+
+
+def test_a_checkpoint_that_cannot_be_written_is_one_line(corpus, tmp_path, capsys, monkeypatch):
+    step = train_gpt.timed_step
+
+    def step_then_block(training, reporter):
+        line = step(training, reporter)
+        if training.step == 3:
+            # Root may write into a read-only folder, so a file stands where the folder should be.
+            (tiny.only_run(tmp_path) / "checkpoint").write_text("")
+        return line
+
+    monkeypatch.setattr(train_gpt, "timed_step", step_then_block)
+    assert "cannot be written" in refused(tiny.tiny_flags(corpus, tmp_path, "--save-every", "3"), capsys)
+    assert len(tiny.metrics(tiny.only_run(tmp_path))) == 3
 
 
 @pytest.mark.parametrize("step", [0, 3])

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FLOORS = (
     "kernels",
     "optim | data",
-    "mome.errors",
+    "mome.errors | mome.files",
     "mome.table | mome.loss | mome.progress | mome.options",
     "mome.memory | mome.gpt + mome.plain",
     "mome.config",

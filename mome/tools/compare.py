@@ -23,10 +23,11 @@ from pathlib import Path
 from typing import IO
 
 from mome.errors import UserError
+from mome.files import write_json
 from mome.options import parse
 from mome.tools.live import Live, time_to_go
 from mome.tools.report import duration
-from mome.tools.runs import json_bytes, number, read_config, read_result, write_atomic
+from mome.tools.runs import number, read_config, read_result
 from mome.tools.verdict import write_verdict
 
 TRAINER = Path(__file__).resolve().parents[2] / "train_gpt.py"
@@ -148,7 +149,7 @@ def _claimed(place: Path, words: Sequence[str], label: str) -> Iterator[IO[bytes
             if before != list(words):
                 held = shlex.join(map(str, before))
                 raise UserError(f"{place} holds a run of other words ({held}); choose another --out, or delete it")
-        write_atomic(record, json_bytes(list(words)))
+        write_json(record, list(words))
         yield lock
 
 

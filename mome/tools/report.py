@@ -7,7 +7,7 @@ Not here: reading folders (runs.py), drawing (plots.py), markup and style (page.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,10 +15,11 @@ from typing import Annotated, Any
 import tyro
 
 from mome.errors import UserError
+from mome.files import write_atomic
 from mome.options import parse
 from mome.tools.page import Html, bar, element, page, pairs, picture, section, shown, table
 from mome.tools.plots import Line, loss_figure
-from mome.tools.runs import Points, Run, flatten, labels, number, points, read_run, smooth, write_atomic
+from mome.tools.runs import Points, Run, flatten, labels, number, points, read_run, smooth
 
 SPAN = 1 / 25  # a training loss is averaged over this share of the run
 
@@ -172,10 +173,9 @@ def _knockouts(runs: Sequence[Run], names: Sequence[str]) -> Html:
     """How much worse the validation loss is with the memory broken in one way: a table with bars."""
     found = {name: increases(run.result) for run, name in zip(runs, names)}
     most = max((abs(x) for increase in found.values() for x in increase.values() if math.isfinite(x)), default=0.0)
-    kinds = [*KNOCKOUTS, *sorted({kind for increase in found.values() for kind in increase} - set(KNOCKOUTS))]
     rows = []
-    for kind in kinds:
-        title, what = KNOCKOUTS.get(kind, (kind, ""))
+    for kind in in_order(kind for increase in found.values() for kind in increase):
+        title, what = _knockout_words(kind)
         label = Html(element("span", title) + element("div", what, cls="soft small"))
         for name, increase in found.items():
             if kind in increase:
@@ -190,6 +190,24 @@ def _knockouts(runs: Sequence[Run], names: Sequence[str]) -> Html:
     base = ", ".join(f"{x:.4f}" if len(runs) == 1 else f"{name} {x:.4f}" for name, x in full)
     said = f"On the same validation tokens the intact model has {base}. What does not rise was not in use."
     return section("Is the memory used?", table(head, rows, numbers=False), element("p", said, cls="soft small"))
+
+
+def in_order(kinds: Iterable[str]) -> list[str]:
+    """Knock-outs, each once, as a reader wants them: in the order of KNOCKOUTS, off:NAME after off, others last."""
+    known = list(KNOCKOUTS)
+
+    def place(kind: str) -> tuple[int, str]:
+        base = kind.partition(":")[0]
+        return known.index(base) if base in known else len(known), kind
+
+    return sorted(set(kinds), key=place)
+
+
+def _knockout_words(kind: str) -> tuple[str, str]:
+    """Title and explanation; of several memories each is also knocked out alone, as off:NAME."""
+    if kind.startswith("off:"):
+        return f"{kind.removeprefix('off:')} alone off", "its contribution left out, the other memories as they are"
+    return KNOCKOUTS.get(kind, (kind, ""))
 
 
 def increases(result: Mapping[str, Any]) -> dict[str, float]:

@@ -1,14 +1,15 @@
 """A run folder as a reader sees it: tolerant of runs that are unfinished, killed in mid-line, or gone wrong.
 
-Lives here: Run and read_run, curves out of metrics.jsonl, labels that tell runs apart, atomic writing of results.
+Lives here: Run and read_run, curves out of metrics.jsonl, labels that tell runs apart, what code a run came from.
 Not here: writing a run folder (mome/runfolder.py), any model code.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
-import os
+import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,6 +86,24 @@ def read_result(folder: Path) -> dict[str, Any]:
 def read_config(folder: Path) -> dict[str, Any]:
     """The config.json of a run folder; empty when it is missing or cannot be read."""
     return _read_object(folder / "config.json", [])
+
+
+def code_of(run: Run) -> tuple[tuple[str, ...], str]:
+    """What a run was trained by: its git revisions (several after a resumption elsewhere), a SHA-256 of its sources.
+
+    The digest is over the names and contents in source.zip, not over their times; "" where there is none to read.
+    """
+    resumed = run.environment.get("resumed")
+    stages = [run.environment, *(resumed if isinstance(resumed, list) else [])]
+    revisions = [str(stage["revision"]) for stage in stages if isinstance(stage, dict) and "revision" in stage]
+    digest = hashlib.sha256()
+    try:
+        with zipfile.ZipFile(run.folder / "source.zip") as archive:
+            for entry in sorted(archive.infolist(), key=lambda entry: entry.filename):
+                digest.update(f"{entry.filename} {entry.file_size} {entry.CRC}\n".encode())
+    except (OSError, zipfile.BadZipFile):
+        return tuple(dict.fromkeys(revisions)), ""
+    return tuple(dict.fromkeys(revisions)), digest.hexdigest()
 
 
 def _read_object(path: Path, notes: list[str]) -> dict[str, Any]:
@@ -182,27 +201,3 @@ def labels(runs: Sequence[Run]) -> list[str]:
         if len(set(choice)) == len(runs) and max(map(len, choice)) <= most:
             return choice
     return [f"{folder} ({i})" for i, folder in enumerate(folders, 1)]
-
-
-def json_bytes(value: Any) -> bytes:
-    """Indented JSON that every reader takes: numbers that are not finite become null."""
-
-    def finite(inner: Any) -> Any:
-        if isinstance(inner, dict):
-            return {str(key): finite(item) for key, item in inner.items()}
-        if isinstance(inner, list | tuple):
-            return [finite(item) for item in inner]
-        return None if isinstance(inner, float) and not math.isfinite(inner) else inner
-
-    return (json.dumps(finite(value), indent=1) + "\n").encode()
-
-
-def write_atomic(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all; makes its folder. Errors: OSError."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        part.write_bytes(content)
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)

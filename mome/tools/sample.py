@@ -35,11 +35,13 @@ class SampleOptions:
     top_k: int = 50
     """Draw among this many likeliest tokens (0: all)."""
     seed: int = 0
+    """Of the drawing."""
 
     def __post_init__(self):
         require(self.tokens >= 1, "tokens", self.tokens, "give 1 or more")
         require(self.temperature >= 0, "temperature", self.temperature, "give 0 or more")
         require(self.top_k >= 0, "top-k", self.top_k, "give 0 or more")
+        require(0 <= self.seed < 2**63, "seed", self.seed, "give a whole number from 0 to 2**63 - 1")
 
 
 def main(words: Sequence[str]) -> None:

@@ -60,6 +60,9 @@ def test_local_dense_is_local_in_every_field_but_memory():
         (["local", "--row-tokens", "100000"], "--model.max-tokens"),
         (["local", "--train-glob", "x*.bin"], "--val-glob"),
         (["docs-plain", "--memories", "ngram"], "plug points"),
+        (["docs-plain", "--optim.kind", "muon"], "the plain model takes adamw"),
+        (["local", "--seed", str(2**63)], "below 2**63"),
+        (["local", "--train-glob", "a_0.bin", "a_1.bin", "--val-glob", "b.bin"], "quote the pattern"),
     ],
 )
 def test_bad_words_get_one_line(words, said):

@@ -14,7 +14,18 @@ import torch
 from torch.nn import Parameter
 
 from optim.adam import CautiousAdam
-from optim.groups import PATTERNS, OptimConfig, assign, build_optimizers, describe, groups, label_of, set_schedule
+from optim.groups import (
+    PATTERNS,
+    OptimConfig,
+    aligned,
+    assign,
+    build_optimizers,
+    describe,
+    groups,
+    label_of,
+    set_schedule,
+    state_bytes,
+)
 from optim.muon import NorMuon
 
 D = 8
@@ -191,6 +202,26 @@ def test_all_optimizers_go_on_bit_for_bit(kind):
     run(second, optimizers, range(2, 4))
     for (name, one), (_, other) in zip(whole, second):
         assert torch.equal(one, other), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("kind", ["muon", "adamw"])
+def test_bytes_of_state_are_what_the_optimizers_hold(kind, dtype):
+    named, config = [(name, Parameter(one.detach().to(dtype))) for name, one in model()], OptimConfig(kind=kind)
+    on_meta = [(name, Parameter(one.detach().to("meta"))) for name, one in named]
+    for _, one in named:
+        one.grad = torch.randn_like(one)
+    optimizers = build_optimizers(named, config)
+    for optimizer in optimizers:
+        optimizer.step()
+    states = [state for optimizer in optimizers for state in optimizer.state_dict()["state"].values()]
+    assert len(states) == len(named)
+    assert state_bytes(on_meta, config) == sum(one.nbytes for state in states for one in state.values())
+
+
+def test_aligned():
+    assert aligned([("a", "bb", "c"), ("ddd", "e", "ff")], left=1) == "a    bb   c\nddd   e  ff"
+    assert aligned([("a", ""), ("b", "")], left=2) == "a\nb"
 
 
 def test_describe():

@@ -1,7 +1,7 @@
 """python -m mome: the table of commands, and one line on stderr for every mistake.
 
-Lives here: dispatch, help, options and errors, in processes as a user starts them.
-Not here: what a command does (the other files of this folder).
+Lives here: dispatch, help and errors, in processes as a user starts them.
+Not here: what a command does (the other files of this folder), the parsing (tests/data/test_command.py).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pytest
 
 from mome.__main__ import TOOLS, dispatch, main
 from mome.errors import UserError
-from mome.options import error_line, parse
+from mome.options import parse
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -131,13 +131,6 @@ def test_ctrl_c_is_one_word(monkeypatch, capsys):
     assert capsys.readouterr().err == "stopped\n"
 
 
-def test_errors_as_one_line():
-    assert error_line(UserError("a\n  b")) == "error: a b"
-    assert error_line(FileNotFoundError(2, "No such file or directory", "x")) == "error: x: No such file or directory"
-    assert error_line(OSError("plain")) == "error: plain"
-    assert error_line(ValueError()) == "error: ValueError"
-
-
 @dataclass(frozen=True)
 class Some:
     """Options of no command."""
@@ -150,13 +143,15 @@ class Some:
             raise UserError(f"--a-number {self.a_number}: give a number that is 0 or more, such as 1")
 
 
-@pytest.mark.parametrize("columns", ["30", "200"])
-def test_options(columns, monkeypatch):
-    monkeypatch.setenv("COLUMNS", columns)
-    assert parse(Some, ["--a-number", "3"], "x") == Some(3)
+def test_a_mistake_in_the_options_is_a_user_error():
+    assert parse(Some, ["--a-number", "3"], "x", default=Some(2)) == Some(3)
     with pytest.raises(UserError, match=r"--a-nubmer.*\(did you mean --a-number\?\); see x --help$"):
         parse(Some, ["--a-nubmer", "3"], "x")
-    with pytest.raises(UserError, match="invalid literal for int"):
-        parse(Some, ["--a-number", "three"], "x")
     with pytest.raises(UserError, match=r"^--a-number -1: give a number that is 0 or more, such as 1; see x --help$"):
         parse(Some, ["--a-number", "-1"], "x")
+
+
+@pytest.mark.parametrize("seed", [-1, 2**63])
+def test_a_seed_that_no_generator_takes_is_refused(seed, tmp_path, capsys):
+    assert main(["sample", str(tmp_path), "--seed", str(seed)]) == 1
+    assert f"--seed {seed}: give a whole number from 0 to" in capsys.readouterr().err

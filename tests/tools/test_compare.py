@@ -1,7 +1,7 @@
-"""Comparing arms: order, resuming, failing, stopping, and the numbers of the table by hand.
+"""Comparing arms: order, resuming, failing, stopping, and what is left in the folder.
 
 Lives here: real processes of a small trainer that leaves run folders as train_gpt.py does.
-Not here: train_gpt.py itself, the formulas (tests/tools/test_stats.py).
+Not here: train_gpt.py itself (tests/tools/test_export.py), the table (tests/tools/test_verdict.py).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mome.errors import UserError
 from mome.tools import compare
 from mome.tools.compare import Arm, RunFailed, order, parse_arm, run_arms
 from mome.tools.live import Live, time_to_go
-from mome.tools.verdict import as_markdown, summarise, write_verdict
+from mome.tools.verdict import write_verdict
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -257,50 +257,6 @@ sys.exit(compare.main(sys.argv[1:], {trainer!r}))
     assert "| local " in done.stdout and (tmp_path / "out/compare.png").exists()
 
 
-def results() -> dict:
-    numbers = ((0, 4.0, 100.0), (1, 4.5, 300.0), (2, 5.0, 110.0))
-    base = {seed: {"val_loss": x, "val_bpb": x / 2, "step_ms": ms} for seed, x, ms in numbers}
-    knock = [{"full": 1.0, "off": 1.5, "mean_row": 1.0}, {"full": 1.0, "off": 2.5, "mean_row": 0.9}]
-    arm = {
-        0: {"val_loss": 3.0, "val_bpb": 1.25, "step_ms": 110.0, "knockout": knock[0]},
-        1: {"val_loss": 4.25, "val_bpb": 1.75, "step_ms": 360.0, "knockout": knock[1]},
-    }
-    return {"base": base, "arm": arm}
-
-
-def test_the_summary_by_hand():
-    base, arm = summarise(results())
-    assert (base["n"], base["val_loss_mean"], base["val_loss_sd"], base["val_bpb_mean"]) == (3, 4.5, 0.5, 2.25)
-    assert (base["step_ms_median"], base["step_ms_ratio"], base["difference_mean"]) == (110.0, 1.0, 0.0)
-    assert base["knockout"] == {}
-    # Differences -1 and -0.25: mean -0.625, sd 0.75/sqrt(2), se 0.375, t -5/3; one degree of freedom.
-    assert (arm["n"], arm["difference_n"], arm["difference_mean"]) == (2, 2, -0.625)
-    assert arm["difference_se"] == pytest.approx(0.375) and arm["t"] == pytest.approx(-5 / 3)
-    assert arm["p"] == pytest.approx(1 - 2 / math.pi * math.atan(5 / 3))
-    assert (arm["val_loss_mean"], arm["val_bpb_mean"], arm["step_ms_median"]) == (3.625, 1.5, 235.0)
-    assert (arm["step_ms_ratio"], arm["step_ms_ratio_min"], arm["step_ms_ratio_max"]) == pytest.approx((1.15, 1.1, 1.2))
-    assert arm["knockout"] == pytest.approx({"off": 1.0, "mean_row": -0.05})
-
-
-def test_the_table_by_hand():
-    lines = as_markdown(summarise(results())).splitlines()
-    assert len({len(line) for line in lines}) == 1 and set(lines[1]) == set("|-:")
-    assert [[cell.strip() for cell in line.strip("|").split("|")] for line in (lines[0], *lines[2:])] == [
-        "arm,n,val loss,sd,bits/byte,ms/step,x time,difference,se,t,p,off,mean_row".split(","),
-        "base,3,4.5000,0.5000,2.2500,110.0,1.000,-,-,-,-,-,-".split(","),
-        "arm,2,3.6250,0.8839,1.5000,235.0,1.150,-0.6250,0.3750,-1.7,0.34,+1.0000,-0.0500".split(","),
-    ]
-
-
-def test_a_table_of_one_seed_without_times():
-    rows = summarise({"a|b": {0: {"val_loss": 1.0}}, "c": {0: {"val_loss": 2}}})
-    last = as_markdown(rows).splitlines()[-1]
-    assert last.split() == "| c | 1 | 2.0000 | - | - | - | - | +1.0000 | - | - | - |".split()
-    assert "a\\|b" in as_markdown(rows)
-    with pytest.raises(UserError, match=r"c, seed 1: .* no val_loss"):
-        summarise({"a": {1: {"val_loss": 1.0}}, "c": {1: {"val_loss": None}}})
-
-
 def test_the_files_of_a_comparison(trainer, tmp_path):
     out = tmp_path / "out"
     runs = run_arms(ARMS, [0, 1], out, command=trainer)
@@ -320,6 +276,18 @@ def test_the_files_of_a_comparison(trainer, tmp_path):
     (runs["third"][0] / "result.json").write_text('{"val_loss": 1.0, "steps": 7, "tokens": 60}')
     write_verdict(runs, out, ["x"])
     assert "The runs differ in length: 6 steps, 60 tokens; 7 steps, 60 tokens." in (out / "compare.md").read_text()
+
+
+def test_the_command_prints_the_warning(trainer, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # this process keeps its own answer to a signal
+    words = ["--arms", "local", "local-dense", "--seeds", "1", "--out", str(tmp_path / "out")]
+    assert compare.main(words, trainer) == 0
+    assert "warning" not in capsys.readouterr().out
+    (environment,) = (tmp_path / "out/local/seed0").glob("*_local/environment.json")
+    environment.write_text(json.dumps({"revision": "d" * 40}))
+    assert compare.main(words, trainer) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.startswith("warning: the runs do not come from one") for line in lines].count(True) == 1
 
 
 def test_time_to_go():

@@ -9,7 +9,6 @@ from __future__ import annotations
 import html
 import io
 import math
-import os
 import re
 from html.parser import HTMLParser
 
@@ -20,8 +19,8 @@ from matplotlib.image import imread
 from mome.errors import UserError
 from mome.tools.page import bar, shown, table, text
 from mome.tools.plots import Line, _limits, loss_figure
-from mome.tools.report import curves, duration, increases, main, measured, write_report
-from mome.tools.runs import Points, flatten, labels, points, read_run, smooth, write_atomic
+from mome.tools.report import curves, duration, in_order, increases, main, measured, write_report
+from mome.tools.runs import Points, flatten, labels, points, read_run, smooth
 
 VOID = {"meta", "img", "source", "link", "br", "hr", "input"}
 
@@ -236,6 +235,28 @@ def test_flatten():
     assert flatten(nested) == {"a.b": 1, "a.c.d": [1, 2], "e.0.f": 1, "e.1": 2, "g": {}}
 
 
+def test_each_of_several_memories_knocked_out_alone(make_run, config, result):
+    alone = {"off:routed": 3.5, "off:ngram": 3.375}
+    several = make_run("a", result=result | {"knockout": result["knockout"] | alone})
+    write_report(several)
+    _, checker, said = read_page(several / "report.html")
+    titles = ("memory off", "ngram alone off", "routed alone off", "mean row", "shuffled rows")
+    assert [said.index(title) for title in titles] == sorted(said.index(title) for title in titles)
+    bars = [float(value.split()[1].rstrip("%;")) for name, value in checker.attributes if name == "style"]
+    assert bars == [30.0, 7.5, 15.0, 15.0, 60.0, 0.6]
+    # Beside a run that has one memory, and so no knock-outs of each alone.
+    one = make_run("b", config=config | {"seed": 1})
+    assert main([str(several), str(one), "--out", str(several / "both")]) == 0
+    content, _, said = read_page(several / "both/report.html")
+    assert content.count("alone off") == 2 and content.count('<div class="bar') == 10
+
+
+def test_knock_outs_in_order():
+    mixed = ["zebra", "swapped_routes", "off:value", "mean_row", "off", "off:ngram", "off", "new:x"]
+    assert in_order(mixed) == ["off", "off:ngram", "off:value", "mean_row", "swapped_routes", "new:x", "zebra"]
+    assert in_order([]) == []
+
+
 def test_increases_over_the_intact_model(result):
     known = {"off": 0.5, "mean_row": 0.25, "shuffled_rows": 1.0, "swapped_routes": -0.01}
     assert increases(result) == pytest.approx(known)
@@ -293,19 +314,6 @@ def test_many_long_names_and_no_curve_make_a_figure(theme):
     named = [Line(f"$a_{i}^{{ _ " + "very long name " * 4, one, empty) for i in range(9)]
     for lines in ([Line("x", empty, empty)], named):
         assert imread(io.BytesIO(loss_figure(lines, theme))).shape[1] >= 1000
-
-
-def test_writing_is_whole_or_not_at_all(tmp_path, monkeypatch):
-    target = tmp_path / "new/file"
-    write_atomic(target, b"old")
-
-    def full(*_):
-        raise OSError(28, "No space left on device", str(target))
-
-    monkeypatch.setattr(os, "replace", full)
-    with pytest.raises(OSError, match="No space"):
-        write_atomic(target, b"new")
-    assert target.read_bytes() == b"old" and list(target.parent.iterdir()) == [target]
 
 
 def test_a_page_made_again_is_the_same(make_run):
