@@ -106,20 +106,16 @@ class Training:
         loss = torch.zeros((), device=self.device)
         for first in range(0, len(batch.tokens), self.config.micro_batch):
             part = slice(first, first + self.config.micro_batch)
-            tokens_BT, targets_BT, docs_BT = (
-                t[part].to(self.device) for t in (batch.tokens, batch.targets, batch.docs)
-            )
+            whole = (batch.tokens, batch.targets, batch.docs)
+            tokens_BT, targets_BT, docs_BT = (one[part].to(self.device) for one in whole)
             part_ids = {name: ids_BTR[part] for name, ids_BTR in ids.items()}
             hidden_BTD = self.parts.forward(
                 self.cycle.sets, part_ids, tokens_BT, docs_BT, windows=now.windows, dtype=self.dtype
             )
             part_loss = cross_entropy(
-                hidden_BTD,
-                self.parts.model.head,
-                targets_BT,
-                softcap=self.parts.model.softcap,
+                hidden_BTD, self.parts.model.head, targets_BT, softcap=self.parts.model.softcap,
                 scale=1 / batch.tokens.numel(),
-            )
+            )  # fmt: skip
             part_loss.backward()
             loss += part_loss.detach()
         nats, norm = float(loss), self.gradient_norm()
@@ -176,10 +172,6 @@ class Training:
             table.load_state_dict(saved.tensors(f"table_{name}"))
         for optimizer, state in zip(self.optimizers, saved.optimizer(), strict=True):
             optimizer.load_state_dict(state)
-        if saved.state["data"] != self.corpus.fingerprint:
-            raise UserError(
-                f"{saved.path}: the run trained on other data than these shards; give the shards it began with"
-            )
         self.loader.load_state(saved.state["loader"])
         for name in self.COUNTS:
             setattr(self, name, saved.state[name])

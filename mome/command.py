@@ -13,8 +13,9 @@ from typing import Annotated
 
 import tyro
 
-from mome.config import RunConfig, nearest
+from mome.config import RunConfig, flag_of, flat, nearest, to_dict
 from mome.errors import UserError
+from mome.memory import MEMORIES
 from mome.options import parse as options_from
 from mome.presets import ABOUT, PRESETS
 from mome.runfolder import RunFolder
@@ -33,6 +34,36 @@ class Options:
     """Print shapes, parameters, bytes, schedule and FLOPs, and stop."""
 
 
+def unused(config: RunConfig) -> dict[str, str]:
+    """Beginnings of dotted keys that nothing reads in this configuration -> why."""
+    found = {}
+    for name in MEMORIES:
+        if name not in config.memories:
+            why = f"the memory {name} is off (--memories switches it on)"
+            found |= {f"memory.{name}.": why, f"table.{name}.": why}
+        elif (rule := getattr(config.table, name).rule) != "adam":
+            found[f"table.{name}.beta2"] = f"the rule {rule} has none"
+            if rule == "sgd":
+                found[f"table.{name}.eps"] = "the rule sgd has none"
+    muon = ("matrix_", "adam_", "embed_", "head_", "gate_", "scalar_", "smear_", "router_", "down_")
+    idle = ("plain_",) if config.optim.kind == "muon" else muon
+    found |= {f"optim.{start}": f"--optim.kind is {config.optim.kind}" for start in idle}
+    if config.optim.kind == "adamw":
+        found["schedule.momentum"] = "--optim.kind is adamw"
+    if config.model.kind == "plain":
+        found |= {f"model.{name}": "the plain model has none" for name in ("long_every", "attention_scale")}
+    return found
+
+
+def refuse_unused(config: RunConfig, preset: RunConfig) -> None:
+    """Raise UserError for a flag that would change nothing."""
+    given, usual = flat(to_dict(config)), flat(to_dict(preset))
+    for start, why in unused(config).items():
+        for key in given:
+            if key.startswith(start) and given[key] != usual.get(key):
+                raise UserError(f"--{flag_of(key)} changes nothing: {why}")
+
+
 def parse(words: list[str]) -> Options:
     """Options from the command line. Raises UserError for an unknown preset or flag, naming the nearest one."""
     named = bool(words) and not words[0].startswith("-")
@@ -46,6 +77,7 @@ def parse(words: list[str]) -> Options:
         print("presets:", *(f"  {name:12} {about}" for name, about in ABOUT.items()), sep="\n", end="\n\n")
     prog = "python train_gpt.py " + (preset if named else "[PRESET]")
     options = options_from(Options, flags, prog, default=Options(PRESETS[preset]))
+    refuse_unused(options.config, PRESETS[preset])
     if options.resume is None:
         return options
     folder = RunFolder.open(options.resume)

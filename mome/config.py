@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import types
 import typing
 from dataclasses import dataclass, field
@@ -45,9 +46,11 @@ class TableConfig:
     """Decoupled decay, applied exactly to untouched rows as well, when they are next read."""
 
     def __post_init__(self):
-        require(self.lr >= 0, "table.NAME.lr", self.lr, "a learning rate is 0 or more")
+        require(0 <= self.lr < math.inf, "table.NAME.lr", self.lr, "a learning rate is 0 or more, and finite")
         require(0 < self.beta2 < 1, "table.NAME.beta2", self.beta2, "beta2 lies between 0 and 1")
-        require(self.weight_decay >= 0, "table.NAME.weight-decay", self.weight_decay, "a decay is 0 or more")
+        require(0 < self.eps < math.inf, "table.NAME.eps", self.eps, "eps is above 0, or a zero gradient makes 0 / 0")
+        decay = self.weight_decay
+        require(0 <= decay < math.inf, "table.NAME.weight-decay", decay, "a decay is 0 or more, and finite")
 
     def row_rule(self) -> RowRule:
         return RowRule(kind=self.rule, beta2=self.beta2, eps=self.eps, weight_decay=self.weight_decay)
@@ -57,8 +60,8 @@ class TableConfig:
 class ScheduleConfig:
     """Batch, windows, learning rate and momentum over the steps of a run."""
 
-    stages: Annotated[tuple[Stage, ...], tyro.conf.Suppress] = (Stage(share=1.0, rows=8, windows=(128, 256)),)
-    """Set by the preset: each stage has its share of the steps, rows a step, windows and learning rate."""
+    stages: tuple[Stage, ...] = (Stage(share=1.0, rows=8, windows=(128, 256)),)
+    """Parts of the run in order; their number is the preset's."""
     cooldown: float = 0.5
     """Share of the steps over which the learning rate goes down to `floor`."""
     floor: float = 0.1
@@ -161,6 +164,14 @@ class RunConfig:
             self.row_tokens,
             f"the model takes at most {self.model.max_tokens} tokens; raise --model.max-tokens",
         )
+        peak = max(stage.lr_mul for stage in self.schedule.stages)
+        for name in self.memories:
+            table = getattr(self.table, name)
+            wiped = peak * table.lr * table.weight_decay
+            require(
+                wiped < 1, f"table.{name}.weight-decay", table.weight_decay,
+                f"times the highest learning rate it is {wiped:.3g}, and 1 wipes out every row; lower one of them",
+            )  # fmt: skip
         if bool(self.train_glob) != bool(self.val_glob):
             raise UserError("--train-glob and --val-glob go together: give both, or neither for the built-in corpus")
 

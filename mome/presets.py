@@ -24,7 +24,7 @@ LOCAL = RunConfig(
     row_tokens=512,
     micro_batch=8,
     final_val_rows=128,
-    val_rows=32,
+    val_rows=64,
     model=ModelConfig(kind="mome", layers=4, width=192, heads=4, max_tokens=1024),
     schedule=ScheduleConfig(
         stages=(
@@ -40,6 +40,7 @@ DOCS = replace(
     tokenizer="gpt2",
     steps=300,
     row_tokens=256,
+    val_rows=256,
     final_val_rows=0,
     model=ModelConfig(kind="mome", layers=4, width=128, heads=4, max_tokens=1024),
     schedule=ScheduleConfig(stages=(Stage(share=1.0, rows=8, windows=(128, 256), document_cap=256),)),

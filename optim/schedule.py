@@ -15,17 +15,18 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Stage:
-    """A part of a run in which a step always has the same form.
-
-    share: of the steps, relative to the sum of all shares. rows: micro-rows a step. windows: attention windows in
-    tokens (short, long). lr_mul: learning rate multiplier. document_cap: longest piece of a document, in tokens.
-    """
+    """A part of a run in which a step always has the same form."""
 
     share: float
+    """Of the steps, relative to the sum of all shares."""
     rows: int
+    """Micro-rows a step."""
     windows: tuple[int, int]
+    """Attention windows in tokens: short, long."""
     lr_mul: float = 1.0
+    """Learning rate multiplier."""
     document_cap: int = 2048
+    """Longest piece of a document, in tokens."""
 
     def __post_init__(self) -> None:
         _check(0 < self.share < math.inf, "stage share", self.share, "above 0")

@@ -49,7 +49,8 @@ class NgramConfig:
     scale: float | None = None
     """Initial c_l of each layer; None: 1 / number of memory layers, so that together they add the rows once."""
     cross_documents: bool = True
-    """Whether an n-gram may begin in the document before; if not, such a token has too little before it."""
+    """Whether an n-gram may begin in the document before; if not, such a token has too little before it. Documents are
+    told apart by their start token alone, as in decoding: the pieces of one longer than the document cap are not."""
 
     def __post_init__(self):
         check(2 <= self.rows < 2**31, "ngram.rows", self.rows, "give 2 rows or more, and fewer than 2**31")

@@ -254,15 +254,6 @@ class RowTable:
         for ids_U in self._chunks(chunk):
             yield self._read(ids_U)
 
-    def mean_row(self) -> Tensor:
-        """The mean of the rows that training touched, of all rows if it touched none: [lanes, dim]; float64 sums."""
-        touched_U = self._last_R.nonzero().flatten()
-        parts = touched_U.split(4096) if len(touched_U) else self._chunks(4096)
-        total_LD = torch.zeros(self.spec.lanes, self.spec.dim, dtype=torch.float64, device=self.device)
-        for ids_U in parts:
-            total_LD += self._read(ids_U).sum(dim=0, dtype=torch.float64)
-        return (total_LD / (len(touched_U) or self.spec.rows)).to(self.dtype)
-
     def state_dict(self) -> dict[str, Tensor]:
         """Raw rows, last events, second moments and the clock's sums, all tensors.
 

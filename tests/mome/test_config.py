@@ -21,7 +21,7 @@ def test_json_round_trip(name):
 
 def test_round_trip_of_values_away_from_the_defaults():
     config = parse(
-        ["local", "--memory.ngram.layers", "0", "2", "--memories", "ngram", "value", "--memory.routed.init", "0.25"]
+        ["local", "--memory.ngram.layers", "0", "2", "--memories", "ngram", "value", "--memory.value.init", "0.25"]
     ).config
     assert config.memory.ngram.layers == (0, 2)
     assert from_dict(RunConfig, json.loads(json.dumps(to_dict(config)))) == config
@@ -60,6 +60,16 @@ def test_local_dense_is_local_in_every_field_but_memory():
         (["local", "--row-tokens", "100000"], "--model.max-tokens"),
         (["local", "--train-glob", "x*.bin"], "--val-glob"),
         (["docs-plain", "--memories", "ngram"], "plug points"),
+        (["local", "--table.ngram.lr", "inf"], "and finite"),
+        (["local", "--table.ngram.eps", "0"], "eps is above 0"),
+        (["local", "--table.ngram.weight-decay", "60"], "wipes out every row"),
+        (["local", "--memory.value.init", "0.5"], "the memory value is off"),
+        (["local-dense", "--table.ngram.lr", "0.5"], "the memory ngram is off"),
+        (["local", "--table.ngram.rule", "adagrad", "--table.ngram.beta2", "0.5"], "the rule adagrad has none"),
+        (["local", "--optim.plain-lr", "0.5"], "--optim.kind is muon"),
+        (["docs-plain", "--optim.down-lr-mul", "3"], "--optim.kind is adamw"),
+        (["docs-plain", "--schedule.momentum", "0.5", "0.6"], "--optim.kind is adamw"),
+        (["docs-plain", "--model.long-every", "3"], "the plain model has none"),
         (["docs-plain", "--optim.kind", "muon"], "the plain model takes adamw"),
         (["local", "--seed", str(2**63)], "below 2**63"),
         (["local", "--train-glob", "a_0.bin", "a_1.bin", "--val-glob", "b.bin"], "quote the pattern"),

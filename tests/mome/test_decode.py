@@ -12,18 +12,8 @@ from mome.run import build, gather
 
 WINDOWS = (3, 9)
 BOS = 0
-SHAPES = [
-    "--model.layers",
-    "3",
-    "--model.width",
-    "32",
-    "--model.heads",
-    "2",
-    "--memory.ngram.rows",
-    "64",
-    "--row-tokens",
-    "32",
-]
+SHAPES = ["--model.layers", "3", "--model.width", "32", "--model.heads", "2", "--row-tokens", "32"]
+ROWS = ["--memory.ngram.rows", "64"]
 CASES = {
     "none": ["--memories"],
     "routed": ["--memories", "routed"],
@@ -35,10 +25,10 @@ CASES = {
         "--memory.routed.bigram-rows",
         "50",
     ],
-    "ngram across documents": ["--memories", "ngram"],
-    "ngram within documents": ["--memories", "ngram", "--memory.ngram.no-cross-documents"],
+    "ngram across documents": ["--memories", "ngram", *ROWS],
+    "ngram within documents": ["--memories", "ngram", *ROWS, "--memory.ngram.no-cross-documents"],
     "value": ["--memories", "value"],
-    "all": ["--memories", "routed", "ngram", "value"],
+    "all": ["--memories", "routed", "ngram", "value", *ROWS],
 }
 
 

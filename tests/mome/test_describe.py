@@ -19,9 +19,9 @@ from mome.run import build
 from optim.groups import build_optimizers, label_of
 
 TINY = ["--model.layers", "3", "--model.width", "32", "--model.heads", "2", "--row-tokens", "16", "--steps", "5"]
-TINY += ["--memory.ngram.rows", "512", "--table.routed.rule", "sgd", "--table.ngram.rule", "adagrad"]
+TABLES = ["--memory.ngram.rows", "512", "--table.routed.rule", "sgd", "--table.ngram.rule", "adagrad"]
 CONFIGS = {
-    "all memories": ["local", *TINY, "--memories", "routed", "ngram", "value", "--cycle", "2"],
+    "all memories": ["local", *TINY, *TABLES, "--memories", "routed", "ngram", "value", "--cycle", "2"],
     "no memory": ["local-dense", *TINY],
     "plain": ["docs-plain", *TINY],
 }

@@ -85,7 +85,7 @@ def test_reading_in_between_changes_no_bit(kind):
         before = snapshot(table)
         table.pull([torch.arange(50)], grad=False)
         table.pull([torch.randint(50, (9,))])
-        table.read_rows(torch.arange(50)), table.read_second(torch.arange(50)), table.mean_row()
+        table.read_rows(torch.arange(50)), table.read_second(torch.arange(50))
         list(table.iter_rows(7))
         assert same_bits(before, snapshot(table))
 
@@ -106,15 +106,6 @@ def test_export_reads_agree_and_apply_the_decay():
         assert all(len(part) <= chunk for part in parts) and torch.equal(torch.cat(parts), whole)
     assert torch.equal(table.read_rows(torch.tensor([[5, 5], [0, 49]])), whole[torch.tensor([[5, 5], [0, 49]])])
     assert torch.equal(table.pull([torch.arange(50)], grad=False).rows, whole)
-
-
-def test_mean_row_is_over_touched_rows_or_over_all_if_none_is():
-    table = make(dtype=torch.float64)
-    torch.testing.assert_close(table.mean_row(), table.read_rows(torch.arange(50)).mean(0))
-    ws = table.pull([torch.tensor([4, 9, 9])])
-    backward(ws.gather(0), 0)
-    table.push(ws, 0.1)
-    torch.testing.assert_close(table.mean_row(), table.read_rows(torch.tensor([4, 9])).mean(0))
 
 
 # Refusals
