@@ -296,11 +296,9 @@ def score_fields(score: Score, reporter: Reporter) -> dict[str, Any]:
 
 
 def bits(score: Score) -> str:
-    return (
-        "no bits a byte (the tokenizer states no bytes)"
-        if score.val_bpb is None
-        else f"{score.val_bpb:.4f} bits a byte"
-    )
+    if score.val_bpb is None:
+        return "no bits a byte (the tokenizer states no bytes)"
+    return f"{score.val_bpb:.4f} bits a byte"
 
 
 def finish(training: Training, folder: RunFolder) -> dict[str, Any]:
@@ -321,10 +319,8 @@ def finish(training: Training, folder: RunFolder) -> dict[str, Any]:
     folder.log_validation(final.val_loss, final.val_bpb)
     print(f"validation  {final.val_loss:.4f} nats a token  {bits(final)}  over {final.tokens:,} tokens")
     for name, loss in knockout.items():
-        print(
-            f"  memory {name.replace('_', ' '):15} {loss:.4f}"
-            + ("" if name == "full" else f"  ({loss - knockout['full']:+.4f})")
-        )
+        rise = "" if name == "full" else f"  ({loss - knockout['full']:+.4f})"
+        print(f"  memory {name.replace('_', ' '):15} {loss:.4f}{rise}")
     write_json(folder.path / "result.json", result)
     write_sample(training, folder)
     write_report(folder.path)
