@@ -230,7 +230,8 @@ def train(config: RunConfig, resume: Path | None = None) -> RunResult:
             training.load(checkpoint.Checkpoint(saved))
         if resume:
             folder.truncate_metrics(training.step)
-            print(f"going on with {folder.path} after step {training.step}")
+            done = ", its last: making its result" if training.step == config.steps else ""
+            print(f"going on with {folder.path} after step {training.step}{done}")
         print(f"{config.preset}: {config.steps} steps into {folder.path}")
         print(f"computing in {str(dtype).removeprefix('torch.')} on {device}: {why}; data {corpus.fingerprint[:12]}")
         stopped = steps(training, folder)
@@ -323,6 +324,8 @@ def finish(training: Training, folder: RunFolder) -> dict[str, Any]:
     }  # fmt: skip
     folder.log_validation(final.val_loss, final.val_bpb)
     print(f"validation  {final.val_loss:.4f} nats a token  {bits(final)}  over {final.tokens:,} tokens")
+    if knockout:
+        print(f"the memory knocked out, on {config.val_rows} of the validation rows:")
     for name, loss in knockout.items():
         rise = "" if name == "full" else f"  ({loss - knockout['full']:+.4f})"
         print(f"  memory {name.replace('_', ' '):15} {loss:.4f}{rise}")

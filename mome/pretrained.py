@@ -9,16 +9,20 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from data.tokenizer import Tokenizer, load_tokenizer
 from mome.config import RunConfig, from_dict, to_dict
 from mome.errors import UserError
 from mome.files import sync, write_json
+from mome.generate import Decoder, generate
 from mome.run import LoadedRun, Parts, build_model
 from mome.table.file import FileTable
 
@@ -44,8 +48,11 @@ def export(run: LoadedRun, folder: Path, shard_bytes: int = SHARD_BYTES) -> None
     try:
         draft.mkdir(parents=True)
         _write(run, draft, shard_bytes)
-        for path in (*draft.iterdir(), draft):
+        for path in draft.iterdir():
+            # safetensors makes its files for the owner alone; these are to be handed on.
+            path.chmod(0o644)
             sync(path)
+        sync(draft)
         draft.rename(folder)
         sync(folder.parent)
     except SafetensorError as error:
@@ -83,8 +90,31 @@ def _validation(run: LoadedRun) -> dict[str, Any]:
         return {}
 
 
-def from_pretrained(folder: Path | str) -> tuple[Parts, Tokenizer, RunConfig]:
-    """The model with its tables, which stay in their files, on the CPU in float32; the tokenizer; the configuration."""
+@dataclass
+class Pretrained:
+    """An exported model: its parts, whose tables stay in their files, its tokenizer and the run's configuration."""
+
+    parts: Parts
+    tokenizer: Tokenizer
+    config: RunConfig
+
+    @property
+    def windows(self) -> tuple[int, int]:
+        """Attention windows (short, long) that the training ended with."""
+        return self.config.make_schedule().at(self.config.steps - 1).windows
+
+    def logits(self, ids: Sequence[int]) -> Tensor:
+        """Logits [n + 1, V] of what follows a document's start and each of these n ids, softcap applied."""
+        return Decoder(self.parts, self.windows, self.tokenizer.bos).feed([self.tokenizer.bos, *ids])
+
+    def generate(self, ids: Sequence[int], tokens: int, **options: Any) -> Iterator[int]:
+        """Ids that continue these; options: temperature, top_k, seed as in mome.generate.generate."""
+        limit = self.config.model.max_tokens
+        return generate(self.parts, ids, tokens, self.windows, self.tokenizer.bos, limit=limit, **options)
+
+
+def from_pretrained(folder: Path | str) -> Pretrained:
+    """Read what `export` wrote, on the CPU in float32. Raises UserError for a folder that holds no whole export."""
     folder = Path(folder)
     try:
         kept = json.loads((folder / "config.json").read_text())
@@ -92,6 +122,8 @@ def from_pretrained(folder: Path | str) -> tuple[Parts, Tokenizer, RunConfig]:
         raise UserError(
             f"{folder}: no exported model in it ({error}); write one with: python -m mome export RUN {folder}"
         ) from error
+    if (folder / "checkpoint").exists():
+        raise UserError(f"{folder} is a run, not an export; write one with: python -m mome export {folder} DIR")
     if kept.get("format") != FORMAT:
         raise UserError(
             f"{folder}: its format is {kept.get('format')}, this version reads {FORMAT}; export the run again"
@@ -99,9 +131,13 @@ def from_pretrained(folder: Path | str) -> tuple[Parts, Tokenizer, RunConfig]:
     config = from_dict(RunConfig, kept["run"])
     tokenizer = load_tokenizer(folder / "tokenizer.json")
     model, memories = build_model(config, kept["vocab_size"], kept["bos"])
-    model.load_state_dict(load_file(folder / "model.safetensors"))
+    try:
+        model.load_state_dict(load_file(folder / "model.safetensors"))
+    except (OSError, RuntimeError, SafetensorError) as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(f"{folder / 'model.safetensors'}: cannot be read ({reason}); export the run again") from error
     tables = {
         name: FileTable(memory.spec, [folder / file for file in kept["shards"][name]])
         for name, memory in memories.items()
     }
-    return Parts(model.requires_grad_(False), memories, tables), tokenizer, config
+    return Pretrained(Parts(model.requires_grad_(False), memories, tables), tokenizer, config)

@@ -61,6 +61,9 @@ def opened(pattern: str, what: str, tokenizer: Tokenizer) -> list[Shard]:
 def open_corpus(config: RunConfig, log: Callable[[str], None]) -> Corpus:
     """The shards and the tokenizer that a configuration names; the built-in corpus is made when it is missing."""
     local = None
+    if config.train_glob and config.tokenizer == "local":
+        beside = Path(config.train_glob).parent / "tokenizer.json"
+        raise UserError(f"--train-glob {config.train_glob}: name its tokenizer too, --tokenizer {beside} or gpt2")
     if config.train_glob:
         tokenizer = load_tokenizer(config.tokenizer)
         train_glob, val_glob = config.train_glob, config.val_glob

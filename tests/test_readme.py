@@ -37,13 +37,14 @@ MEMORY = ["--memory.ngram.rows", "512"]
 
 def commands() -> list[str]:
     """Lines of the README's code blocks, without their comments."""
-    found, inside = [], False
-    for line in (tiny.ROOT / "README.md").read_text().splitlines():
-        if line.startswith("```"):
-            inside = not inside
-        elif inside and line.strip():
-            found.append(line.split(" #")[0].strip())
-    return found
+    blocks = (tiny.ROOT / "README.md").read_text().split("```")[1::2]
+    lines = [line for block in blocks if block.startswith("\n") for line in block.splitlines()]
+    return [line.split(" #")[0].strip() for line in lines if line.strip()]
+
+
+def python_block() -> str:
+    """The README's block of Python."""
+    return (tiny.ROOT / "README.md").read_text().split("```python\n")[1].split("```")[0]
 
 
 def run(words: list[str], folder, **environment) -> subprocess.CompletedProcess:
@@ -111,3 +112,4 @@ def test_every_command_is_tried(place):
             works(words, folder)
         tried.add(command)
     assert len(tried) >= 12
+    works(["python", "-c", python_block() + "print(tuple(logits.shape))"], folder)

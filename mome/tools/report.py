@@ -188,7 +188,8 @@ def _knockouts(runs: Sequence[Run], names: Sequence[str]) -> Html:
     head = ["knock-out", *(["run"] if len(runs) > 1 else []), "increase of the validation loss (nats/token)"]
     full = [(n, number(r.result.get("knockout", {}).get("full"))) for r, n in zip(runs, names) if found[n]]
     base = ", ".join(f"{x:.4f}" if len(runs) == 1 else f"{name} {x:.4f}" for name, x in full)
-    said = f"On the same validation tokens the intact model has {base}. What does not rise was not in use."
+    where = "the same validation rows" if len(runs) == 1 else "validation rows of its own (--val-rows)"
+    said = f"Each on {where}, where the intact model has {base}. What does not rise was not in use."
     return section("Is the memory used?", table(head, rows, numbers=False), element("p", said, cls="soft small"))
 
 

@@ -14,9 +14,8 @@ from typing import Annotated
 import tyro
 
 from mome.config import require
-from mome.generate import generate
 from mome.options import parse
-from mome.pretrained import from_pretrained
+from mome.pretrained import Pretrained, from_pretrained
 from mome.run import load_run
 
 
@@ -48,18 +47,15 @@ def main(words: Sequence[str]) -> None:
     """The command."""
     options = parse(SampleOptions, words, "python -m mome sample")
     if (options.run / "model.safetensors").exists():
-        parts, tokenizer, config = from_pretrained(options.run)
+        model = from_pretrained(options.run)
     else:
         run = load_run(options.run)
-        parts, tokenizer, config = run.parts, run.tokenizer, run.config
-    windows = config.make_schedule().at(config.steps - 1).windows
-    prompt = tokenizer.encode(options.prompt)
-    limit = config.model.max_tokens
+        model = Pretrained(run.parts, run.tokenizer, run.config)
+    prompt, limit = model.tokenizer.encode(options.prompt), model.config.model.max_tokens
     require(
         len(prompt) < limit, "prompt", f"of {len(prompt)} tokens", f"the model takes {limit - 1} at most; shorten it"
     )
-    drawn = generate(
-        parts, prompt, options.tokens, windows, tokenizer.bos, temperature=options.temperature, top_k=options.top_k,
-        seed=options.seed, limit=limit,
-    )  # fmt: skip
-    print(options.prompt + tokenizer.decode(list(drawn)))
+    drawn = model.generate(
+        prompt, options.tokens, temperature=options.temperature, top_k=options.top_k, seed=options.seed
+    )
+    print(options.prompt + model.tokenizer.decode(list(drawn)))

@@ -54,10 +54,8 @@ def test_an_export_read_in_a_fresh_process_has_equal_logits(run_folder, tmp_path
     export(run, tmp_path / "out", shard_bytes=20_000)
     assert len(list((tmp_path / "out").glob("rows_ngram_*.safetensors"))) > 3
     code = (
-        "import sys, torch; from mome.pretrained import from_pretrained; from mome.generate import Decoder\n"
-        "parts, tokenizer, config = from_pretrained(sys.argv[1])\n"
-        "windows = config.make_schedule().at(config.steps - 1).windows\n"
-        "torch.save(Decoder(parts, windows, tokenizer.bos).feed([tokenizer.bos, 9, 8, 7, 120, 9, 8]), sys.argv[2])\n"
+        "import sys, torch; from mome.pretrained import from_pretrained\n"
+        "torch.save(from_pretrained(sys.argv[1]).logits([9, 8, 7, 120, 9, 8]), sys.argv[2])\n"
     )
     words = [sys.executable, "-c", code, str(tmp_path / "out"), str(tmp_path / "logits.pt")]
     subprocess.run(words, cwd=tiny.ROOT, env=tiny.environment(), check=True)
@@ -130,7 +128,7 @@ def test_an_export_says_how_good_it_is_and_nothing_of_the_makers_machine(run_fol
     assert run["runs_dir"] == run_folder.parent.name and "/" not in text
     for path in (tmp_path / "out").iterdir():
         assert str(run_folder.parent.parent).encode() not in path.read_bytes(), path
-    _, _, config = from_pretrained(tmp_path / "out")
+    config = from_pretrained(tmp_path / "out").config
     assert config.memories == ("routed", "ngram", "value") and config.steps == 12
 
 
