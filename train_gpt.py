@@ -15,12 +15,12 @@ import os
 # times slower (measured 10 times with one busy process on two cores; nothing lost on quiet ones).
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+import io
 import math
 import resource
 import signal
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from mome.config import RunConfig
 from mome.describe import describe, parameter_counts
 from mome.errors import UserError
 from mome.evaluate import Score, evaluate, knockouts
-from mome.files import write_atomic, write_json
+from mome.files import sync, write_atomic, write_json
 from mome.generate import generate
 from mome.loss import cross_entropy
 from mome.progress import Reporter
@@ -194,8 +194,8 @@ class Stop:
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
-    def __init__(self, say: Callable[[str], None]):
-        self.signal, self.say = None, say
+    def __init__(self, reporter: Reporter):
+        self.signal, self.reporter = None, reporter
 
     def __enter__(self) -> Stop:
         self.before = [signal.signal(one, self._ask) for one in self.SIGNALS]
@@ -207,7 +207,9 @@ class Stop:
 
     def _ask(self, number, frame) -> None:
         self.signal = number
-        self.say(f"{signal.Signals(number).name}: saving after this step (once more: at once)")
+        self.reporter.say(f"{signal.Signals(number).name}: saving after this step (once more: at once)")
+        # The bar goes now: a second signal ends the process without a chance to give the cursor back.
+        self.reporter.close()
         for one in self.SIGNALS:
             signal.signal(one, signal.SIG_DFL)
 
@@ -229,7 +231,7 @@ def train(config: RunConfig, resume: Path | None = None) -> RunResult:
         if saved:
             training.load(checkpoint.Checkpoint(saved))
         if resume:
-            folder.truncate_metrics(training.step)
+            folder.truncate_metrics(training.step, print)
             done = ", its last: making its result" if training.step == config.steps else ""
             print(f"going on with {folder.path} after step {training.step}{done}")
         print(f"{config.preset}: {config.steps} steps into {folder.path}")
@@ -245,7 +247,7 @@ def steps(training: Training, folder: RunFolder) -> int | None:
     """Train to the last step, validating and saving on the way; the signal that ended it earlier, or None."""
     config = training.config
     reporter = Reporter(config.steps, training.step)
-    with Stop(reporter.say) as stop:
+    with Stop(reporter) as stop:
         try:
             while training.step < config.steps and stop.signal is None:
                 line = timed_step(training, reporter)
@@ -254,14 +256,21 @@ def steps(training: Training, folder: RunFolder) -> int | None:
                     line |= score_fields(training.score(config.val_rows), reporter)
                 folder.log(line)
                 if due and config.save_every and training.step % config.save_every == 0:
-                    training.save(folder.checkpoints)
-            training.save(folder.checkpoints)
+                    save(training, folder)
+            save(training, folder)
         except DataExhausted:
-            training.save(folder.checkpoints)
+            save(training, folder)
             raise
         finally:
             reporter.close()
     return stop.signal if training.step < config.steps else None
+
+
+def save(training: Training, folder: RunFolder) -> None:
+    """A checkpoint, once the metrics up to it are on the disk."""
+    if folder.metrics_path.exists():
+        sync(folder.metrics_path)
+    training.save(folder.checkpoints)
 
 
 def join_processes(device: torch.device) -> None:
@@ -313,16 +322,17 @@ def finish(training: Training, folder: RunFolder) -> dict[str, Any]:
     print("validating")
     final = training.score(config.final_val_rows)
     knockout = {name: training.score(config.val_rows, name).val_loss for name in knockouts(parts)}
+    typical = folder.typical_step_seconds()
     active, memory = parameter_counts(parts.model, parts.memories)
     result = {
         "val_loss": final.val_loss, "val_bpb": final.val_bpb, "val_tokens": final.tokens, "seconds": training.seconds,
-        "steps": training.step, "tokens": training.tokens, "step_ms": 1000 * folder.typical_step_seconds(),
+        "steps": training.step, "tokens": training.tokens, "step_ms": typical and 1000 * typical,
         "active_params": active, "memory_params": memory, "peak_bytes": peak_bytes(training.device), "world": 1,
         "rank_tokens": [training.tokens], "rank_bytes_sent": [0],
         "rank_table_bytes": [sum(table.table_bytes() + table.state_bytes() for table in parts.tables.values())],
         "knockout": knockout,
     }  # fmt: skip
-    folder.log_validation(final.val_loss, final.val_bpb)
+    folder.log_validation(training.step, final.val_loss, final.val_bpb)
     print(f"validation  {final.val_loss:.4f} nats a token  {bits(final)}  over {final.tokens:,} tokens")
     if knockout:
         print(f"the memory knocked out, on {config.val_rows} of the validation rows:")
@@ -361,6 +371,9 @@ def peak_bytes(device: torch.device) -> int:
 def main(words: list[str]) -> int:
     """The command; returns the exit status: 1 after a mistake of the user's, 128 + signal after a stop."""
     try:
+        # A sample may hold what the terminal cannot show.
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="replace")
         # Moments of rarely seen rows become denormal, ten times slower; always on, so that a resumption computes alike.
         torch.set_flush_denormal(True)
         options = parse(words)
@@ -368,7 +381,10 @@ def main(words: list[str]) -> int:
             print(describe(options.config))
             return 0
         result = train(options.config, options.resume)
-    except (ValueError, OSError, torch.cuda.OutOfMemoryError) as error:
+    except (ValueError, OSError, MemoryError, RuntimeError) as error:
+        # torch knows no other sign of a size that memory cannot hold; any other RuntimeError is a fault of ours.
+        if isinstance(error, RuntimeError) and "alloc" not in str(error) and "out of memory" not in str(error):
+            raise
         print(f"train_gpt.py: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -49,6 +50,9 @@ def dispatch(words: Sequence[str]) -> int:
 def main(words: Sequence[str]) -> int:
     """dispatch(), with errors turned into one line on stderr and exit code 1 (130 after Ctrl-C)."""
     try:
+        # A sample may hold what the terminal cannot show.
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="replace")
         code = dispatch(words)
         sys.stdout.flush()
         return code

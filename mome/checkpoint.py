@@ -10,6 +10,7 @@ import json
 import os
 import pickle
 import shutil
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -49,8 +50,8 @@ def save(
         (draft / "state.json").write_text(json.dumps(state))
         for path in draft.iterdir():
             sync(path)
-        sizes = {path.name: path.stat().st_size for path in sorted(draft.iterdir())}
-        (draft / COMPLETE).write_text(json.dumps(sizes))
+        marks = {path.name: [path.stat().st_size, checksum(path)] for path in sorted(draft.iterdir())}
+        (draft / COMPLETE).write_text(json.dumps(marks))
         sync(draft / COMPLETE)
         shutil.rmtree(target, ignore_errors=True)
         os.replace(draft, target)
@@ -63,32 +64,54 @@ def save(
             f"checkpoint {target}: cannot be written ({reason}); free space or permissions, then --resume"
         ) from error
     kept = whole_checkpoints(folder)[-KEEP:]
-    for old in (*folder.glob("step_*"), *folder.glob(".writing_*")):
+    for old in (*in_order(folder), *folder.glob(".writing_*")):
         if old not in kept:
             shutil.rmtree(old, ignore_errors=True)
     return target
 
 
-def is_whole(path: Path) -> bool:
-    """Whether the marker is there and every file has the size that it states."""
+def checksum(path: Path) -> int:
+    """CRC-32 of a file."""
+    total = 0
+    with open(path, "rb") as file:
+        while block := file.read(1 << 22):
+            total = zlib.crc32(block, total)
+    return total
+
+
+def is_whole(path: Path, *, read: bool = False) -> bool:
+    """Whether the marker is there and every file has the size, and if it is to be read the checksum, that it states."""
     try:
-        sizes = json.loads((path / COMPLETE).read_text())
-        return all((path / name).stat().st_size == size for name, size in sizes.items())
-    except (OSError, ValueError):
+        marks = json.loads((path / COMPLETE).read_text()).items()
+        sizes = all((path / name).stat().st_size == size for name, (size, _) in marks)
+        return sizes and (not read or all(checksum(path / name) == mark for name, (_, mark) in marks))
+    except (OSError, ValueError, AttributeError, TypeError):
         return False
+
+
+def in_order(folder: Path) -> list[Path]:
+    """The checkpoints that `save` named, oldest step first, whole or not."""
+    found = [path for path in folder.glob("step_*") if path.name.removeprefix("step_").isdecimal()]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
 
 
 def whole_checkpoints(folder: Path) -> list[Path]:
     """Whole checkpoints, oldest first."""
-    return [path for path in sorted(folder.glob("step_*")) if is_whole(path)]
+    return [path for path in in_order(folder) if is_whole(path)]
 
 
 def newest(folder: Path, log: Callable[[str], None]) -> Path | None:
-    """The newest whole checkpoint, or None; a newer one that is not whole is named and passed over."""
-    for path in sorted(folder.glob("step_*"), reverse=True):
-        if is_whole(path):
+    """The newest whole checkpoint, every file read; None where nothing was saved yet.
+
+    A newer one that is not whole is named and passed over. Raises UserError when none of several is whole.
+    """
+    found = in_order(folder)
+    for path in reversed(found):
+        if is_whole(path, read=True):
             return path
-        log(f"checkpoint {path.name} is not whole; falling back to the one before")
+        log(f"checkpoint {path.name} is not whole; looking for one before it")
+    if found:
+        raise UserError(f"{folder}: no whole checkpoint is left; remove this folder to begin the run anew")
     return None
 
 

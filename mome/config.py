@@ -164,7 +164,7 @@ class RunConfig:
             self.row_tokens,
             f"the model takes at most {self.model.max_tokens} tokens; raise --model.max-tokens",
         )
-        peak = max(stage.lr_mul for stage in self.schedule.stages)
+        peak = max(self.schedule.floor, *(stage.lr_mul for stage in self.schedule.stages))
         for name in self.memories:
             table = getattr(self.table, name)
             wiped = peak * table.lr * table.weight_decay

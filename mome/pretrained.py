@@ -86,7 +86,7 @@ def _validation(run: LoadedRun) -> dict[str, Any]:
     try:
         result = json.loads((run.folder.path / "result.json").read_text())
         return {key: result[key] for key in ("val_loss", "val_bpb")} if result["steps"] == run.step else {}
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError):
         return {}
 
 
@@ -118,7 +118,9 @@ def from_pretrained(folder: Path | str) -> Pretrained:
     folder = Path(folder)
     try:
         kept = json.loads((folder / "config.json").read_text())
-    except (OSError, json.JSONDecodeError) as error:
+        if not isinstance(kept, dict):
+            raise ValueError("its config.json is damaged")
+    except (OSError, ValueError) as error:
         raise UserError(
             f"{folder}: no exported model in it ({error}); write one with: python -m mome export RUN {folder}"
         ) from error
@@ -128,6 +130,8 @@ def from_pretrained(folder: Path | str) -> Pretrained:
         raise UserError(
             f"{folder}: its format is {kept.get('format')}, this version reads {FORMAT}; export the run again"
         )
+    if not {"run", "vocab_size", "bos", "shards"} <= kept.keys():
+        raise UserError(f"{folder / 'config.json'} is damaged; export the run again")
     config = from_dict(RunConfig, kept["run"])
     tokenizer = load_tokenizer(folder / "tokenizer.json")
     model, memories = build_model(config, kept["vocab_size"], kept["bos"])

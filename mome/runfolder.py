@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import hashlib
 import itertools
 import json
 import os
@@ -36,7 +37,7 @@ PACKAGES = ("torch", "numpy", "tokenizers", "tiktoken", "safetensors", "tyro", "
 # What may differ between a run and its resumption without changing what is trained.
 FREE_KEYS = ("runs_dir",)
 # What the bits of a result depend on beside configuration and data.
-DECISIVE = ("torch", "device", "dtype", "threads", "world", "revision")
+DECISIVE = ("torch", "device", "dtype", "threads", "world", "source")
 
 
 class RunFolder:
@@ -74,7 +75,7 @@ class RunFolder:
     def config(self) -> RunConfig:
         try:
             return from_dict(RunConfig, json.loads((self.path / "config.json").read_text()))
-        except (json.JSONDecodeError, TypeError) as error:
+        except (ValueError, TypeError, AttributeError) as error:
             raise UserError(f"{self.path / 'config.json'}: not a configuration of this version ({error})") from error
 
     def require_same(self, given: RunConfig, preset: RunConfig) -> None:
@@ -91,37 +92,46 @@ class RunFolder:
     def metrics_path(self) -> Path:
         return self.path / "metrics.jsonl"
 
-    def truncate_metrics(self, step: int) -> None:
-        """Keep the lines of the first `step` steps; drop later ones and a line that a kill cut short."""
-        if not self.metrics_path.exists():
-            return
-        kept = []
-        for line in self.metrics_path.read_text().splitlines():
-            try:
-                if json.loads(line)["step"] <= step:
-                    kept.append(line)
-            except json.JSONDecodeError:
-                break
-        write_atomic(self.metrics_path, "".join(line + "\n" for line in kept))
+    def metrics(self) -> list[dict[str, Any]]:
+        """The lines of metrics that can be read; what a kill or a power cut left of others is passed over."""
+        lines = []
+        text = self.metrics_path.read_text(errors="replace") if self.metrics_path.exists() else ""
+        for line in text.splitlines():
+            with contextlib.suppress(ValueError):
+                values = json.loads(line)
+                if isinstance(values, dict) and {"step", "tokens", "seconds"} <= values.keys():
+                    lines.append(values)
+        return lines
+
+    def truncate_metrics(self, step: int, say: Callable[[str], None]) -> None:
+        """Keep the lines of the first `step` steps, and say how many of them are lost."""
+        kept = [line for line in self.metrics() if line["step"] <= step]
+        if len(kept) < step:
+            say(f"{self.metrics_path}: the lines of {step - len(kept)} steps before the checkpoint are lost")
+        write_atomic(self.metrics_path, "".join(json_text(line, indent=None) + "\n" for line in kept))
 
     def log(self, values: dict[str, Any]) -> None:
         """Append one line of metrics."""
         with open(self.metrics_path, "a") as file:
             file.write(json_text(values, indent=None) + "\n")
 
-    def log_validation(self, val_loss: float, val_bpb: float | None) -> None:
-        """Add the last validation to the last line of metrics."""
-        lines = self.metrics_path.read_text().splitlines()
-        lines[-1] = json_text({**json.loads(lines[-1]), "val_loss": val_loss, "val_bpb": val_bpb}, indent=None)
-        write_atomic(self.metrics_path, "".join(line + "\n" for line in lines))
+    def log_validation(self, step: int, val_loss: float, val_bpb: float | None) -> None:
+        """Add the last validation to the last line of metrics, that of `step`."""
+        lines = self.metrics()
+        for line in lines[-1:]:
+            if line["step"] == step:
+                line |= {"val_loss": val_loss, "val_bpb": val_bpb}
+        write_atomic(self.metrics_path, "".join(json_text(line, indent=None) + "\n" for line in lines))
 
-    def typical_step_seconds(self) -> float:
+    def typical_step_seconds(self) -> float | None:
         """Median seconds of the steps of one size (tokens), averaged over all steps: stages differ in size."""
-        lines = [json.loads(line) for line in self.metrics_path.read_text().splitlines()]
         by_size: dict[int, list[float]] = {}
-        for before, after in itertools.pairwise([{"tokens": 0, "seconds": 0.0}, *lines]):
-            by_size.setdefault(after["tokens"] - before["tokens"], []).append(after["seconds"] - before["seconds"])
-        return sum(statistics.median(steps) * len(steps) for steps in by_size.values()) / len(lines)
+        lines = [{"step": 0, "tokens": 0, "seconds": 0.0}, *self.metrics()]
+        for before, after in itertools.pairwise(lines):
+            if after["step"] == before["step"] + 1:
+                by_size.setdefault(after["tokens"] - before["tokens"], []).append(after["seconds"] - before["seconds"])
+        steps = sum(map(len, by_size.values()))
+        return sum(statistics.median(times) * len(times) for times in by_size.values()) / steps if steps else None
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
@@ -137,7 +147,11 @@ class RunFolder:
         """Write what is known before the first step; on a resumption add what is no longer as it was, and say so."""
         path = self.path / "environment.json"
         if path.exists():
-            first = json.loads(path.read_text())
+            try:
+                first = dict(json.loads(path.read_text()))
+            except (ValueError, TypeError):
+                say(f"{path} cannot be read; written anew")
+                first = environment
             changed = {key: environment[key] for key in DECISIVE if environment[key] != first.get(key)}
             if changed:
                 say(f"not as at the start of this run, so not bit for bit what it would have been: {changed}")
@@ -153,7 +167,7 @@ class RunFolder:
         """Zip every .py as it runs."""
         draft = self.path / ".source.zip.writing"
         with zipfile.ZipFile(draft, "w", zipfile.ZIP_DEFLATED) as archive:
-            for path in [ROOT / "train_gpt.py", *(p for room in ROOMS for p in sorted((ROOT / room).rglob("*.py")))]:
+            for path in sources():
                 archive.write(path, path.relative_to(ROOT))
         sync(draft)
         os.replace(draft, self.path / "source.zip")
@@ -174,9 +188,23 @@ def environment(device: torch.device, dtype: torch.dtype, why: str, world: int, 
         "dtype_reason": why,
         "world": world,
         "revision": revision(),
+        "source": source_hash(),
         "data": data,
         "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
     }
+
+
+def sources() -> list[Path]:
+    """Every .py that a run may use."""
+    return [ROOT / "train_gpt.py", *(path for room in ROOMS for path in sorted((ROOT / room).rglob("*.py")))]
+
+
+def source_hash() -> str:
+    """SHA-256 of all of them."""
+    digest = hashlib.sha256()
+    for path in sources():
+        digest.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()
 
 
 def processor() -> str:

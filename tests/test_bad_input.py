@@ -163,6 +163,38 @@ def test_resume_falls_back_to_the_last_whole_checkpoint(finished, tmp_path, caps
     assert tiny.metrics(copy) == tiny.metrics(finished)
 
 
+@pytest.mark.parametrize("damage", ["cut", "garbage", "gone", "strange"])
+def test_damaged_metrics_are_said_and_stop_nothing(finished, tmp_path, capsys, damage):
+    copy = shutil.copytree(finished, tmp_path / "copy")
+    path = copy / "metrics.jsonl"
+    lines = path.read_text().splitlines()
+    if damage == "gone":
+        path.unlink()
+    else:
+        changed = {"cut": lines[:3], "garbage": ["\0" * 40], "strange": [*lines[:2], "5", "[]", "{}", *lines[3:]]}[
+            damage
+        ]
+        path.write_text("".join(line + "\n" for line in changed))
+    assert train_gpt.main(["--resume", str(copy)]) == 0
+    assert "are lost" in capsys.readouterr().out
+    result, kept = json.loads((copy / "result.json").read_text()), tiny.metrics(copy)
+    assert result["val_loss"] == json.loads((finished / "result.json").read_text())["val_loss"]
+    assert [line["step"] for line in kept if "val_loss" in line] == ([6] if damage == "strange" else [])
+
+
+def test_what_a_terminal_cannot_show_costs_nothing(corpus, tmp_path):
+    flags = tiny.tiny_flags(corpus, tmp_path, "--steps", "1", "--sample-tokens", "30")
+    command = [sys.executable, str(tiny.ROOT / "train_gpt.py"), *flags]
+    environment = {**tiny.environment(), "PYTHONIOENCODING": "ascii"}
+    process = tiny.subprocess.run(command, cwd=tiny.ROOT, env=environment, capture_output=True)
+    assert process.returncode == 0, process.stderr
+    assert (tiny.only_run(tmp_path) / "report.html").exists()
+
+
+def test_a_model_larger_than_memory_is_one_line(corpus, tmp_path, capsys):
+    assert "memory" in refused(tiny.tiny_flags(corpus, tmp_path, "--model.width", "4000000"), capsys)
+
+
 def test_resume_of_a_checkpoint_of_another_shape(finished, tmp_path, capsys):
     copy = shutil.copytree(finished, tmp_path / "copy")
     config = json.loads((copy / "config.json").read_text())

@@ -30,12 +30,14 @@ def mapped_tensor(path: Path, name: str) -> np.memmap:
     try:
         with open(path, "rb") as file:
             size = int.from_bytes(file.read(8), "little")
+            if size > path.stat().st_size:
+                raise ValueError("it is cut short or damaged")
             entry = json.loads(file.read(size))[name]
         first, end = entry["data_offsets"]
         if path.stat().st_size < 8 + size + end:
             raise ValueError("it is cut short")
         return np.memmap(path, _DTYPES[entry["dtype"]], mode="r", offset=8 + size + first, shape=tuple(entry["shape"]))
-    except (OSError, KeyError, ValueError) as error:
+    except (OSError, KeyError, ValueError, TypeError) as error:
         raise UserError(f"{path}: no readable rows in it ({error}); copy or write it again") from error
 
 

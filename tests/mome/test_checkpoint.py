@@ -45,6 +45,32 @@ def test_a_half_written_one_is_passed_over_and_named(tmp_path, damage):
     assert len(said) == 1 and "step_000002" in said[0]
 
 
+def test_one_flipped_bit_is_seen(tmp_path):
+    save(tmp_path, 1)
+    weights = save(tmp_path, 2) / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-2] ^= 0x40
+    weights.write_bytes(content)
+    assert checkpoint.newest(tmp_path, print).name == "step_000001"
+
+
+def test_none_whole_is_refused_and_nothing_is_removed(tmp_path):
+    for path in [save(tmp_path, step) for step in (1, 2)]:
+        (path / "COMPLETE").write_text("5")
+    with pytest.raises(UserError, match="no whole checkpoint is left"):
+        checkpoint.newest(tmp_path, print)
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_steps_are_numbers_and_copies_of_the_users_stay(tmp_path):
+    save(tmp_path, 999_999)
+    (tmp_path / "step_best").mkdir()
+    assert save(tmp_path, 1_000_000).exists()
+    save(tmp_path, 1_000_001)
+    assert checkpoint.newest(tmp_path, print).name == "step_1000001"
+    assert (tmp_path / "step_best").exists() and not (tmp_path / "step_999999").exists()
+
+
 def test_none_at_all(tmp_path):
     assert checkpoint.newest(tmp_path / "nothing", print) is None
 
