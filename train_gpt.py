@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import os
 
-# Before torch loads OpenMP: a thread that waits must not spin, or whatever else runs on these cores makes a step many
-# times slower (measured 10 times with one busy process on two cores; nothing lost on quiet ones).
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# Before torch loads OpenMP: a thread that waits may spin only for a moment, or whatever else runs on these cores makes
+# a step many times slower (records/NOTEBOOK.md has the numbers).
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 import io
 import math
