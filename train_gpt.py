@@ -15,12 +15,15 @@ import os
 # a step many times slower (records/NOTEBOOK.md has the numbers).
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
+import contextlib
 import io
 import math
 import resource
+import shutil
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,38 +31,24 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from data.loader import Batch, DataExhausted, Loader
+from data.loader import DataExhausted, Loader
 from mome import checkpoint
 from mome.command import parse
 from mome.config import RunConfig
-from mome.describe import describe, parameter_counts
+from mome.cycle import Cycle, Cycles
+from mome.describe import describe, parameter_counts, tables_of
 from mome.errors import UserError
 from mome.evaluate import Score, evaluate, knockouts
 from mome.files import sync, write_atomic, write_json
 from mome.generate import generate
 from mome.loss import cross_entropy
-from mome.progress import Reporter
+from mome.progress import Reporter, Stop
 from mome.run import Corpus, Parts, build, load_model, open_corpus, pick_device, row_plan
 from mome.runfolder import RunFolder, environment
-from mome.table.rows import WorkingSet
+from mome.table.parts import load_parts, state_parts
 from mome.tools.report import write_report
 from optim.groups import build_optimizers, set_schedule
 from optim.groups import describe as describe_groups
-
-
-@dataclass
-class Cycle:
-    """Steps [start, end) that share one working set a table; ids are kept a step until it is trained on."""
-
-    start: int
-    end: int
-    sets: dict[str, WorkingSet]
-    ids: dict[int, dict[str, Tensor]]
-
-    @property
-    def rows(self) -> int:
-        """Distinct rows that the cycle touches."""
-        return sum(len(one.ids) for one in self.sets.values())
 
 
 @dataclass(frozen=True)
@@ -76,10 +65,16 @@ class Training:
 
     COUNTS = ("step", "tokens", "seconds")
 
-    def __init__(self, config: RunConfig, corpus: Corpus, device: torch.device, dtype: torch.dtype, say):
+    def __init__(
+        self, config: RunConfig, corpus: Corpus, device: torch.device, dtype: torch.dtype, say,
+        folder: Path | None = None,
+    ):  # fmt: skip
+        """folder: of tables that lie in files."""
         self.config, self.corpus, self.device, self.dtype = config, corpus, device, dtype
         self.schedule = config.make_schedule()
-        self.parts: Parts = build(config, corpus.tokenizer.vocab_size, corpus.tokenizer.bos, device)
+        tokenizer = corpus.tokenizer
+        strings = tokenizer.token_strings()
+        self.parts: Parts = build(config, tokenizer.vocab_size, tokenizer.bos, device, folder, strings)
         self.parts.model.compute_dtype = dtype
         self.optimizers = build_optimizers(self.parts.model.named_parameters(), config.optim)
         self.loader = Loader(
@@ -87,6 +82,7 @@ class Training:
             chunk_tokens=max(stage.document_cap for stage in config.schedule.stages), tails=config.tails,
             shuffle=config.shuffle, on_exhausted=config.on_exhausted, log=say,
         )  # fmt: skip
+        self.cycles = Cycles(config, self.parts, self.loader, device)
         self.step, self.tokens, self.seconds = 0, 0, 0.0
         self.cycle: Cycle | None = None
 
@@ -95,27 +91,18 @@ class Training:
         leaves = [*self.parts.model.parameters(), *(one.rows for one in self.cycle.sets.values())]
         return float(torch.nn.utils.get_total_norm([leaf.grad for leaf in leaves if leaf.grad is not None]))
 
-    def begin_cycle(self) -> Cycle:
-        """Pull the rows of the next steps: as many as a cycle has, to the end of the stage at most."""
-        end = min(self.step + self.config.cycle, self.schedule.stage_end(self.step), self.config.steps)
-        ids = self.ids_of(self.step, self.loader.peek(end - self.step))
-        return Cycle(self.step, end, self.parts.pull(list(ids.values()), grad=True), ids)
-
-    def ids_of(self, step: int, batches: list[Batch]) -> dict[int, dict[str, Tensor]]:
-        return {step + n: self.parts.row_ids(batch.tokens.to(self.device)) for n, batch in enumerate(batches)}
-
     def train_step(self) -> tuple[float, float]:
         """A step of the cycle: forward, backward, dense update, at its end the tables. Returns nats a token and the
         gradient's norm; raises UserError before anything is changed when one of them is not finite."""
-        batch, ids, now = self.loader.next(), self.cycle.ids.pop(self.step), self.schedule.at(self.step)
+        batch, slots, now = self.loader.next(), self.cycle.slots.pop(self.step), self.schedule.at(self.step)
         loss = torch.zeros((), device=self.device)
         for first in range(0, len(batch.tokens), self.config.micro_batch):
             part = slice(first, first + self.config.micro_batch)
             whole = (batch.tokens, batch.targets, batch.docs)
             tokens_BT, targets_BT, docs_BT = (one[part].to(self.device) for one in whole)
-            part_ids = {name: ids_BTR[part] for name, ids_BTR in ids.items()}
+            part_slots = {name: slots_BTR[part] for name, slots_BTR in slots.items()}
             hidden_BTD = self.parts.forward(
-                self.cycle.sets, part_ids, tokens_BT, docs_BT, windows=now.windows, dtype=self.dtype
+                self.cycle.sets, part_slots, tokens_BT, docs_BT, windows=now.windows, dtype=self.dtype
             )
             part_loss = cross_entropy(
                 hidden_BTD, self.parts.model.head, targets_BT, softcap=self.parts.model.softcap,
@@ -140,9 +127,11 @@ class Training:
         return nats, norm
 
     def end_cycle(self, lr_mul: float) -> None:
-        """Let the owners apply the row rule to the rows of the cycle."""
-        for name, table in self.parts.tables.items():
-            table.push(self.cycle.sets[name], lr=getattr(self.config.table, name).lr * lr_mul)
+        """Let the owners apply the row rule to the rows of the cycle. Raises UserError when one refuses."""
+        try:
+            self.cycles.push(self.cycle, lr_mul)
+        except (ValueError, OSError) as error:
+            raise UserError(f"step {self.step}: {error}; the last good checkpoint is kept") from error
         self.cycle = None
 
     def score(self, rows: int, knockout: str = "full") -> Score:
@@ -157,16 +146,19 @@ class Training:
 
     def save(self, folder: Path) -> None:
         """A checkpoint: weights, both kinds of optimizer state, position in the data, and a cycle under way."""
-        tensors = {"model": self.parts.model.state_dict()}
-        tensors |= {f"table_{name}": table.state_dict() for name, table in self.parts.tables.items()}
         state = {name: getattr(self, name) for name in self.COUNTS}
-        state |= {"loader": self.loader.state(), "data": self.corpus.fingerprint}
-        if self.cycle:
-            state["cycle_end"] = self.cycle.end
-            for name, one in self.cycle.sets.items():
-                grad = torch.zeros_like(one.rows) if one.rows.grad is None else one.rows.grad
-                tensors[f"cycle_{name}"] = {"ids": one.ids, "grad": grad}
-        checkpoint.save(folder, self.step, state, tensors, [optimizer.state_dict() for optimizer in self.optimizers])
+        state |= {"loader": self.loader.state(), "data": self.corpus.fingerprint, "in_cycle": self.cycle is not None}
+        optimizers = [optimizer.state_dict() for optimizer in self.optimizers]
+        checkpoint.save(folder, self.step, state, self.tensors(), optimizers)
+
+    def tensors(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
+        """What a checkpoint holds, a file at a time: no table is ever in memory a second time."""
+        yield "model", self.parts.model.state_dict()
+        for name, table in self.parts.tables.items():
+            yield from ((f"table_{name}.{n:03d}", part) for n, part in enumerate(state_parts(table)))
+        for name, one in self.cycle.sets.items() if self.cycle else ():
+            grad = torch.zeros_like(one.rows) if one.rows.grad is None else one.rows.grad
+            yield f"cycle_{name}", {"ids": one.ids, "grad": grad}
 
     def load(self, saved: checkpoint.Checkpoint) -> None:
         """Everything that `save` wrote, so that what follows is bit for bit what would have followed."""
@@ -174,73 +166,71 @@ class Training:
             raise UserError(f"{saved.path}: trained on other data or another tokenizer; give those the run began with")
         load_model(self.parts.model, saved)
         for name, table in self.parts.tables.items():
-            table.load_state_dict(saved.tensors(f"table_{name}"))
+            load_parts(table, saved.parts(f"table_{name}"))
         for optimizer, state in zip(self.optimizers, saved.optimizer(), strict=True):
             optimizer.load_state_dict(state)
         self.loader.load_state(saved.state["loader"])
         for name in self.COUNTS:
             setattr(self, name, saved.state[name])
-        if "cycle_end" in saved.state:
-            end = saved.state["cycle_end"]
-            sets = {}
-            for name, table in self.parts.tables.items():
-                kept = saved.tensors(f"cycle_{name}")
-                sets[name] = table.restore(kept["ids"].to(self.device), kept["grad"].to(self.device))
-            self.cycle = Cycle(self.step, end, sets, self.ids_of(self.step, self.loader.peek(end - self.step)))
+        if saved.state["in_cycle"]:
+            self.cycle = self.cycles.restore(
+                self.step, {name: saved.tensors(f"cycle_{name}") for name in self.parts.tables}
+            )
 
-
-class Stop:
-    """While it is entered, SIGINT and SIGTERM ask for a stop after the step under way; a second one ends at once."""
-
-    SIGNALS = (signal.SIGINT, signal.SIGTERM)
-
-    def __init__(self, reporter: Reporter):
-        self.signal, self.reporter = None, reporter
-
-    def __enter__(self) -> Stop:
-        self.before = [signal.signal(one, self._ask) for one in self.SIGNALS]
-        return self
-
-    def __exit__(self, *error) -> None:
-        for one, handler in zip(self.SIGNALS, self.before):
-            signal.signal(one, handler)
-
-    def _ask(self, number, frame) -> None:
-        self.signal = number
-        self.reporter.say(f"{signal.Signals(number).name}: saving after this step (once more: at once)")
-        # The bar goes now: a second signal ends the process without a chance to give the cursor back.
-        self.reporter.close()
-        for one in self.SIGNALS:
-            signal.signal(one, signal.SIG_DFL)
+    def close(self) -> None:
+        """End the thread, and let go of the tables' files."""
+        self.cycles.close()
+        for table in self.parts.tables.values():
+            table.close()
 
 
 def train(config: RunConfig, resume: Path | None = None) -> RunResult:
     """Run, or go on with, a whole training. Raises UserError, DataError or OSError with one line for the user."""
     device, dtype, why = pick_device()
     join_processes(device)
-    folder = RunFolder.open(resume) if resume else None
     corpus = open_corpus(config, print)
-    training = Training(config, corpus, device, dtype, print)
-    folder = folder or RunFolder.create(config)
+    folder = RunFolder.open(resume) if resume else RunFolder.create(config)
     with folder.locked():
-        groups = describe_groups(training.parts.model.named_parameters(), config.optim)
-        folder.start(
-            environment(device, dtype, why, 1, corpus.fingerprint) | {"groups": groups}, corpus.tokenizer, print
-        )
-        saved = checkpoint.newest(folder.checkpoints, print)
-        if saved:
-            training.load(checkpoint.Checkpoint(saved))
-        if resume:
-            folder.truncate_metrics(training.step, print)
-            done = ", its last: making its result" if training.step == config.steps else ""
-            print(f"going on with {folder.path} after step {training.step}{done}")
-        print(f"{config.preset}: {config.steps} steps into {folder.path}")
-        print(f"computing in {str(dtype).removeprefix('torch.')} on {device}: {why}; data {corpus.fingerprint[:12]}")
-        stopped = steps(training, folder)
-        if stopped is None:
-            return RunResult(folder.path, finish(training, folder), None)
-    print(f"stopped after step {training.step}; go on with: python train_gpt.py --resume {folder.path}")
-    return RunResult(folder.path, {}, stopped)
+        try:
+            tables = folder.path / "tables"
+            if tables.exists():
+                # What was pushed after the checkpoint is in these files too: they are made anew out of it.
+                shutil.rmtree(tables)
+            training = Training(config, corpus, device, dtype, print, tables)
+        except Exception:
+            if not resume:
+                shutil.rmtree(folder.path)
+            raise
+        with contextlib.closing(training):
+            stopped = go(training, folder, why, resume)
+            values = finish(training, folder) if stopped is None else {}
+        # The checkpoint holds every row that was touched; a sparse file is a burden to who copies the folder.
+        shutil.rmtree(tables, ignore_errors=True)
+    if stopped is not None:
+        print(f"stopped after step {training.step}; go on with: python train_gpt.py --resume {folder.path}")
+    return RunResult(folder.path, values, stopped)
+
+
+def go(training: Training, folder: RunFolder, why: str, resume: Path | None) -> int | None:
+    """Say what is trained, from where, and train it; the signal that ended it early, or None."""
+    config, device, dtype, corpus = training.config, training.device, training.dtype, training.corpus
+    groups = describe_groups(training.parts.model.named_parameters(), config.optim)
+    folder.start(environment(device, dtype, why, 1, corpus.fingerprint) | {"groups": groups}, corpus.tokenizer, print)
+    saved = checkpoint.newest(folder.checkpoints, print)
+    if saved:
+        training.load(checkpoint.Checkpoint(saved))
+    if resume:
+        folder.truncate_metrics(training.step, print)
+        done = ", its last: making its result" if training.step == config.steps else ""
+        print(f"going on with {folder.path} after step {training.step}{done}")
+    print(f"{config.preset}: {config.steps} steps into {folder.path}")
+    print(f"computing in {str(dtype).removeprefix('torch.')} on {device}: {why}; data {corpus.fingerprint[:12]}")
+    if training.parts.tables:
+        print(tables_of(config, training.parts.memories))
+    for name, memory in training.parts.memories.items():
+        for warning in memory.warnings:
+            print(f"warning: memory {name}: {warning}")
+    return steps(training, folder)
 
 
 def steps(training: Training, folder: RunFolder) -> int | None:
@@ -286,7 +276,7 @@ def join_processes(device: torch.device) -> None:
 def timed_step(training: Training, reporter: Reporter) -> dict[str, Any]:
     """Train one step on the clock; returns its line of metrics."""
     started, before = now_on(training.device), training.tokens
-    training.cycle = training.cycle or training.begin_cycle()
+    training.cycle = training.cycle or training.cycles.begin(training.step)
     rows = training.cycle.rows
     nats, norm = training.train_step()
     taken = now_on(training.device) - started

@@ -73,6 +73,10 @@ class Tokenizer:
         """The bytes of each id [vocab_size]; of a special one, its name."""
         return list(self._bytes)
 
+    def token_strings(self) -> list[bytes | None]:
+        """The bytes of text each id stands for [vocab_size]; None for special ids, which stand for none."""
+        return [None if one in self._special else text for one, text in enumerate(self._bytes)]
+
     def token_bytes(self) -> np.ndarray:
         """Bytes of text each id stands for, int32 [vocab_size]; 0 for special ids, which stand for none."""
         counts = np.array([len(one) for one in self._bytes], dtype=np.int32)

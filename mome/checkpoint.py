@@ -11,7 +11,7 @@ import os
 import pickle
 import shutil
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +27,14 @@ KEEP = 2
 
 
 def save(
-    folder: Path, step: int, state: dict[str, Any], tensors: dict[str, dict[str, torch.Tensor]], optimizer: Any
-) -> Path:
+    folder: Path, step: int, state: dict[str, Any], tensors: Iterable[tuple[str, dict[str, torch.Tensor]]],
+    optimizer: Any,
+) -> Path:  # fmt: skip
     """Write `folder`/step_NNNNNN; the marker with the size of every file comes last, then the rename.
 
-    state: JSON values. tensors: one safetensors file a name. optimizer: what torch.save takes. A step that is there
-    already stays as it is; the newest KEEP are kept, and nothing half-written. Raises OSError when it cannot be
-    written; then those already there are untouched.
+    state: JSON values. tensors: names and groups, one safetensors file each, written as they come. optimizer: what
+    torch.save takes. A step that is there already stays as it is; the newest KEEP are kept, and nothing half-written.
+    Raises OSError when it cannot be written; then those already there are untouched.
     """
     target = folder / f"step_{step:06d}"
     if is_whole(target):
@@ -42,7 +43,7 @@ def save(
     try:
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(parents=True)
-        for name, group in tensors.items():
+        for name, group in tensors:
             save_file(
                 {key: value.detach().cpu().contiguous() for key, value in group.items()}, draft / f"{name}.safetensors"
             )
@@ -124,6 +125,16 @@ class Checkpoint:
 
     def file(self, name: str) -> Path:
         return self.path / f"{name}.safetensors"
+
+    def part_files(self, name: str) -> list[Path]:
+        """The files NAME.000, NAME.001, ... in order."""
+        found = self.path.glob(f"{name}.[0-9][0-9][0-9]*.safetensors")
+        return sorted(found, key=lambda path: int(path.suffixes[-2][1:]))
+
+    def parts(self, name: str) -> Iterator[dict[str, torch.Tensor]]:
+        """Their tensors, a file at a time."""
+        for path in self.part_files(name):
+            yield self.tensors(path.name.removesuffix(".safetensors"))
 
     def tensors(self, name: str) -> dict[str, torch.Tensor]:
         return self._read(f"{name}.safetensors", load_file)

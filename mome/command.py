@@ -41,10 +41,12 @@ def unused(config: RunConfig) -> dict[str, str]:
         if name not in config.memories:
             why = f"the memory {name} is off (--memories switches it on)"
             found |= {f"memory.{name}.": why, f"table.{name}.": why}
-        elif (rule := getattr(config.table, name).rule) != "adam":
-            found[f"table.{name}.beta2"] = f"the rule {rule} has none"
-            if rule == "sgd":
-                found[f"table.{name}.eps"] = "the rule sgd has none"
+        else:
+            found |= {f"table.{name}.{key}": why for key, why in unused_of_table(config, name).items()}
+    if not config.memories:
+        found |= {key: "no memory is on" for key in ("cycle", "row_clip", "prefetch")}
+    elif not config.cycle_late:
+        found["cycle_late_from"] = "--cycle-late is 0"
     muon = ("matrix_", "adam_", "embed_", "head_", "gate_", "scalar_", "smear_", "router_", "down_")
     idle = ("plain_",) if config.optim.kind == "muon" else muon
     found |= {f"optim.{start}": f"--optim.kind is {config.optim.kind}" for start in idle}
@@ -52,6 +54,28 @@ def unused(config: RunConfig) -> dict[str, str]:
         found["schedule.momentum"] = "--optim.kind is adamw"
     if config.model.kind == "plain":
         found |= {f"model.{name}": "the plain model has none" for name in ("long_every", "attention_scale")}
+    return found
+
+
+def unused_of_table(config: RunConfig, name: str) -> dict[str, str]:
+    """The same for the options of one table that is on, without `table.NAME.` before them."""
+    table, found = getattr(config.table, name), {}
+    rule = table.row_rule()
+    if not rule.decays_second:
+        # beta2_by as well.
+        found["beta2"] = f"the rule {table.rule} has none"
+    elif max(config.cycle, config.cycle_late) == 1:
+        found["beta2_by"] = "every event has one step"
+    if not rule.keeps_second:
+        found["eps"] = f"the rule {table.rule} has none"
+    if not rule.keeps_moment:
+        found["momentum"] = f"the rule is {table.rule}"
+    if not table.weight_decay:
+        found["decay"] = "the weight decay is 0"
+    elif table.decay == "none":
+        found["weight_decay"] = "the decay is none"
+    if table.place != "file":
+        found |= {key: f"the place is {table.place}" for key in ("resident_gib", "cached")}
     return found
 
 

@@ -22,7 +22,7 @@ from mome.gpt import ModelConfig
 from mome.memory import MEMORIES
 from optim.groups import OptimConfig
 from optim.rows import RowRule
-from optim.schedule import Schedule, Stage
+from optim.schedule import Cadence, Schedule, Stage
 
 
 def require(condition: bool, flag: str, value: Any, remedy: str) -> None:
@@ -35,25 +35,53 @@ def require(condition: bool, flag: str, value: Any, remedy: str) -> None:
 class TableConfig:
     """How the rows of one memory's table are trained."""
 
-    rule: Literal["adam", "adagrad", "sgd"] = "adam"
-    """Row rule: row-wise Adam with beta1 = 0, row-wise Adagrad, or SGD."""
+    rule: Literal["adam", "adagrad", "sgd", "momentum", "factored"] = "adam"
+    """Row rule: row-wise Adam with beta1 = 0, row-wise Adagrad, SGD, SGD with momentum, or Adam with beta1 = 0 whose
+    second moment is a number a lane times a number a column."""
     lr: float = 0.05
     """Learning rate before the schedule's multiplier."""
     beta2: float = 0.98
-    """Decay of the second moment an event (one number a lane; adam only)."""
+    """Decay of the second moment (adam and factored)."""
+    beta2_by: Literal["event", "step"] = "event"
+    """What beta2 counts: events, or steps, so that an event of n steps decays by beta2 to the power n."""
     eps: float = 1e-10
+    momentum: float = 0.9
+    """Of the rule momentum, an event."""
     weight_decay: float = 0.0
-    """Decoupled decay, applied exactly to untouched rows as well, when they are next read."""
+    """Decoupled decay."""
+    decay: Literal["none", "touched", "gated", "retroactive", "gated-retroactive"] = "retroactive"
+    """What decays at an event: nothing; the rows it touches; of those (gated) the numbers that it moves towards 0; all
+    rows, untouched ones exactly, when they are next read; all (gated) but the numbers that it moves away from 0."""
+    format: Literal["fp32", "bf16", "bf16+16", "fp8"] = "fp32"
+    """How rows are kept: bf16 and fp8 (e4m3, a scale a lane) round stochastically; bf16+16 is fp32 in two parts."""
+    place: Literal["device", "host", "file"] = "device"
+    """Where rows are kept: with the model, in host memory, or with their state in sparse files of the run's folder."""
+    resident_gib: float = 1.0
+    """GiB of a file that may be mapped into memory; larger files are read by system calls (place file; 0: all are)."""
+    cached: bool = True
+    """Whether the system may keep the files in its cache; if not, they are written back and dropped (place file)."""
 
     def __post_init__(self):
         require(0 <= self.lr < math.inf, "table.NAME.lr", self.lr, "a learning rate is 0 or more, and finite")
         require(0 < self.beta2 < 1, "table.NAME.beta2", self.beta2, "beta2 lies between 0 and 1")
-        require(0 < self.eps < math.inf, "table.NAME.eps", self.eps, "eps is above 0, or a zero gradient makes 0 / 0")
+        require(1e-30 <= self.eps < math.inf, "table.NAME.eps", self.eps, "eps is above 0, 1e-30 at least, and finite")
+        require(0 <= self.momentum < 1, "table.NAME.momentum", self.momentum, "a momentum is 0 or more, and below 1")
         decay = self.weight_decay
         require(0 <= decay < math.inf, "table.NAME.weight-decay", decay, "a decay is 0 or more, and finite")
+        moves = self.rule == "momentum" and self.decay.startswith("gated")
+        require(not moves, "table.NAME.decay", self.decay, "momentum moves untouched rows; take touched or retroactive")
+        room = self.resident_gib
+        require(0 <= room < math.inf, "table.NAME.resident-gib", room, "give 0 GiB or more, and finite")
 
     def row_rule(self) -> RowRule:
-        return RowRule(kind=self.rule, beta2=self.beta2, eps=self.eps, weight_decay=self.weight_decay)
+        return RowRule(
+            kind=self.rule, beta2=self.beta2, eps=self.eps, momentum=self.momentum, decay=self.decay,
+            weight_decay=0.0 if self.decay == "none" else self.weight_decay,
+        )  # fmt: skip
+
+    def event_beta2(self, steps: int) -> float:
+        """beta2 of an event of so many steps."""
+        return self.beta2**steps if self.beta2_by == "step" else self.beta2
 
 
 @dataclass(frozen=True)
@@ -117,7 +145,15 @@ class RunConfig:
     micro_batch: int = 8
     """Micro-rows in one forward pass; a step accumulates over as many passes as it needs."""
     cycle: int = 1
-    """Steps that share one working set; tables are updated at its end."""
+    """Steps that share one working set; tables are updated at its end. A stage ends a cycle."""
+    cycle_late: int = 0
+    """The same for the later part of the run (0: no such part)."""
+    cycle_late_from: float = 0.25
+    """Share of the steps before that part."""
+    row_clip: float = 0.0
+    """Largest norm of an event's gradients of all tables together, beyond which they are scaled down to it (0: any)."""
+    prefetch: int = 1
+    """Cycles whose rows are read ahead in a thread (0: none); the result is the same bit for bit."""
     tails: Literal["keep", "drop"] = "keep"
     """What is past the document cap: trained on as a document of its own, or dropped (the speedrun's rule)."""
     shuffle: bool = True
@@ -145,9 +181,13 @@ class RunConfig:
     def __post_init__(self):
         for name in ("steps", "row_tokens", "micro_batch", "cycle"):
             require(getattr(self, name) >= 1, flag_of(name), getattr(self, name), "give a whole number of 1 or more")
-        for name in ("seed", "val_every", "val_rows", "final_val_rows", "save_every", "sample_tokens"):
+        counts = ("seed", "val_every", "val_rows", "final_val_rows", "save_every", "sample_tokens", "prefetch")
+        for name in (*counts, "cycle_late"):
             require(getattr(self, name) >= 0, flag_of(name), getattr(self, name), "give a whole number of 0 or more")
         require(self.val_rows >= 1, "val-rows", self.val_rows, "give a whole number of 1 or more")
+        share = self.cycle_late_from
+        require(0 < share < 1, "cycle-late-from", share, "a share above 0 and below 1; --cycle alone is for all steps")
+        require(0 <= self.row_clip < math.inf, "row-clip", self.row_clip, "a norm is 0 or more (0: any), and finite")
         for name in self.memories:
             if name not in MEMORIES:
                 raise UserError(
@@ -167,7 +207,7 @@ class RunConfig:
         peak = max(self.schedule.floor, *(stage.lr_mul for stage in self.schedule.stages))
         for name in self.memories:
             table = getattr(self.table, name)
-            wiped = peak * table.lr * table.weight_decay
+            wiped = peak * table.lr * table.row_rule().weight_decay
             require(
                 wiped < 1, f"table.{name}.weight-decay", table.weight_decay,
                 f"times the highest learning rate it is {wiped:.3g}, and 1 wipes out every row; lower one of them",
@@ -185,6 +225,11 @@ class RunConfig:
                 *plan.momentum, round(plan.momentum_warmup * self.steps), round(plan.momentum_cooldown * self.steps)
             ),
         )  # fmt: skip
+
+    def make_cadence(self) -> Cadence:
+        """Which steps of this run share a working set."""
+        switch = math.floor(self.steps * self.cycle_late_from + 0.5)
+        return Cadence(self.make_schedule(), self.cycle, self.cycle_late, switch)
 
 
 def flag_of(name: str) -> str:

@@ -17,12 +17,13 @@ from mome.config import RunConfig
 from mome.gpt import count_flops
 from mome.memory import Memory
 from mome.run import build_model, vocabulary_size
+from mome.table.formats import row_format
+from mome.table.rows import bytes_by_kind
 from optim.groups import OptimConfig, aligned, label_of, state_bytes
 from optim.groups import describe as describe_groups
 from optim.schedule import Schedule, StepValues
 
 FLOAT_BYTES = 4
-EVENT_BYTES = 4  # a row's last event, int32
 
 
 def parameter_counts(model: nn.Module, memories: Mapping[str, Memory]) -> tuple[int, int]:
@@ -101,19 +102,30 @@ def byte_counts(config: RunConfig, model: nn.Module, memories: Mapping[str, Memo
     dense = sum(parameter.nbytes for parameter in model.parameters())
     counts = {"dense": Bytes(dense, 0, dense, state_bytes(model.named_parameters(), config.optim))}
     for name, memory in memories.items():
-        spec, rule = memory.spec, getattr(config.table, name).row_rule()
-        row = spec.lanes * spec.dim * FLOAT_BYTES
-        pulled = row * min(spec.rows, memory.reads * cycle_tokens(config))
-        state = spec.rows * (EVENT_BYTES + FLOAT_BYTES * spec.lanes * rule.keeps_second)
-        counts[name] = Bytes(spec.rows * row, pulled, pulled, state)
+        spec = memory.spec
+        pulled = spec.lanes * spec.dim * FLOAT_BYTES * min(spec.rows, memory.reads * cycle_tokens(config))
+        weights, kinds = kept_bytes(config, name, memory)
+        counts[name] = Bytes(weights, pulled, pulled, sum(kinds.values()) - weights)
     return counts
 
 
+def kept_bytes(config: RunConfig, name: str, memory: Memory) -> tuple[int, dict[str, int]]:
+    """Bytes of the rows of a memory's table, and of all it keeps by what it is for: the rows' planes, then state."""
+    trained, spec = getattr(config.table, name), memory.spec
+    kinds = bytes_by_kind(spec, trained.row_rule(), trained.format)
+    return sum(kinds[plane] for plane in row_format(trained.format).planes(spec.lanes, spec.dim)), kinds
+
+
 def cycle_tokens(config: RunConfig) -> int:
-    """The most tokens that a cycle of the schedule has; no cycle goes beyond its stage."""
-    return max(
-        now.rows * now.tokens * min(config.cycle, end - start) for start, end, now in stages(config.make_schedule())
-    )
+    """The most tokens that a cycle of the run has."""
+    cadence, most = config.make_cadence(), 0
+    for start, end, now in stages(cadence.schedule):
+        # A stage's longest cycle is among the first two of its early and of its late part: the first may be cut short.
+        for first in {start, min(max(start, cadence.switch), end - 1)}:
+            one = cadence.cycle(first)
+            two = cadence.cycle(min(one[1], end - 1))
+            most = max(most, *(now.rows * now.tokens * (last - begin) for begin, last in (one, two)))
+    return most
 
 
 def stages(schedule: Schedule) -> Iterator[tuple[int, int, StepValues]]:
@@ -127,7 +139,8 @@ def stages(schedule: Schedule) -> Iterator[tuple[int, int, StepValues]]:
 
 def bytes_of(config: RunConfig, model: nn.Module, memories: Mapping[str, Memory]) -> str:
     """byte_counts as text, with the sum."""
-    note = "\n(a table's working set and gradients: of the most rows that a cycle can read)" if memories else ""
+    ahead = f", and {config.prefetch} such sets more are read ahead" if config.prefetch else ""
+    note = f"\n(a table's working set and gradients: of the most rows that a cycle can read{ahead})" if memories else ""
     counts = byte_counts(config, model, memories)
     lines = [("bytes", "weights", "working set", "gradients", "optimizer state")]
     rows = {"dense parameters" if name == "dense" else f"table {name}": one for name, one in counts.items()}
@@ -137,16 +150,21 @@ def bytes_of(config: RunConfig, model: nn.Module, memories: Mapping[str, Memory]
 
 
 def tables_of(config: RunConfig, memories: Mapping[str, Memory]) -> str:
-    """A line a table: its shape, what a token reads, how it is trained."""
+    """A line a table: its shape, what a token reads, how it is trained; and one: how it is kept, in bytes."""
     lines = [("table", "site", "layers", "rows", "lanes", "dim", "bytes read a token", "rule", "lr", "decay")]
+    counted = {name: kept_bytes(config, name, memory) for name, memory in memories.items()}
+    kinds = list(dict.fromkeys(kind for _, sizes in counted.values() for kind in sizes))
+    kept = [("table", "format", "place", *(f"bytes of {kind.replace('_', ' ')}" for kind in kinds))]
     for name, memory in memories.items():
         spec, trained = memory.spec, getattr(config.table, name)
+        weight_decay, (weights, sizes) = trained.row_rule().weight_decay, counted[name]
         lines.append((
             name, memory.site, ranges(memory.layers), f"{spec.rows:,}", str(spec.lanes), str(spec.dim),
-            f"{memory.reads * spec.lanes * spec.dim * FLOAT_BYTES:,}", trained.rule, f"{trained.lr:g}",
-            f"{trained.weight_decay:g}",
+            f"{memory.reads * weights // spec.rows:,}", trained.rule, f"{trained.lr:g}",
+            f"{weight_decay:g}" + (f" {trained.decay}" if weight_decay else ""),
         ))  # fmt: skip
-    return aligned(lines, left=3)
+        kept.append((name, trained.format, trained.place, *(f"{sizes.get(kind, 0):,}" for kind in kinds)))
+    return aligned(lines, left=3) + "\n\n" + aligned(kept, left=3)
 
 
 def stages_of(schedule: Schedule) -> str:

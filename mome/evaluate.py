@@ -55,9 +55,8 @@ def evaluate(
     generator = torch.Generator().manual_seed(0)
     for batch in validation_rows(shards, row_tokens, rows or None, bos, batch_rows=batch_rows):
         tokens_BT, targets_BT, docs_BT = batch.tokens.to(device), batch.targets.to(device), batch.docs.to(device)
-        ids = parts.row_ids(tokens_BT)
         hidden_BTD = parts.forward(
-            parts.pull([ids], grad=False), ids, tokens_BT, docs_BT, windows=windows, dtype=dtype,
+            *parts.read(tokens_BT), tokens_BT, docs_BT, windows=windows, dtype=dtype,
             change=partial(knock_out, knockout=knockout, generator=generator), swap_routes=knockout == "swapped_routes",
         )  # fmt: skip
         nats_BT = token_nats(hidden_BTD, parts.model.head, targets_BT, softcap=parts.model.softcap).double()

@@ -33,9 +33,8 @@ class Decoder:
         tokens_BT = torch.tensor([list(ids)], dtype=torch.long, device=self.device)
         docs_BT = (self.documents + (tokens_BT == self.bos).cumsum(1)).int()
         self.documents = int(docs_BT[0, -1])
-        row_ids = self.parts.row_ids(tokens_BT, self.history_BH)
         hidden_BTD = self.parts.forward(
-            self.parts.pull([row_ids], grad=False), row_ids, tokens_BT, docs_BT, windows=self.windows, dtype=self.dtype,
+            *self.parts.read(tokens_BT, self.history_BH), tokens_BT, docs_BT, windows=self.windows, dtype=self.dtype,
             history_BH=self.history_BH, state=self.state,
         )  # fmt: skip
         joined = torch.cat([self.history_BH, tokens_BT], 1)

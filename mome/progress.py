@@ -1,11 +1,12 @@
-"""What a person sees while a run goes on: a bar on a terminal, plain lines elsewhere.
+"""What a person sees while a run goes on, a bar on a terminal and plain lines elsewhere, and how one stops it.
 
-Lives here: one reporter with the same calls for both.
+Lives here: one reporter with the same calls for both, and the signals that ask for a stop.
 Not here: what is logged to the run's folder (mome/runfolder.py).
 """
 
 from __future__ import annotations
 
+import signal
 import sys
 import time
 
@@ -51,3 +52,28 @@ class Reporter:
     def close(self) -> None:
         if self.bar:
             self.bar.stop()
+
+
+class Stop:
+    """While it is entered, SIGINT and SIGTERM ask for a stop after the step under way; a second one ends at once."""
+
+    SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+    def __init__(self, reporter: Reporter):
+        self.signal, self.reporter = None, reporter
+
+    def __enter__(self) -> Stop:
+        self.before = [signal.signal(one, self._ask) for one in self.SIGNALS]
+        return self
+
+    def __exit__(self, *error) -> None:
+        for one, handler in zip(self.SIGNALS, self.before):
+            signal.signal(one, handler)
+
+    def _ask(self, number, frame) -> None:
+        self.signal = number
+        self.reporter.say(f"{signal.Signals(number).name}: saving after this step (once more: at once)")
+        # The bar goes now: a second signal ends the process without a chance to give the cursor back.
+        self.reporter.close()
+        for one in self.SIGNALS:
+            signal.signal(one, signal.SIG_DFL)

@@ -27,8 +27,9 @@ from mome.gpt import GPT
 from mome.memory import MEMORIES, Memory, ModelShape
 from mome.plain import PlainGPT
 from mome.runfolder import RunFolder
-from mome.table.file import FileTable
-from mome.table.rows import RowTable, WorkingSet
+from mome.table.file import FileTable, saved_table
+from mome.table.rows import RowTable, bytes_by_kind
+from mome.table.working import WorkingSet
 from optim.schedule import Schedule
 
 CACHE = Path(__file__).resolve().parent.parent / ".cache"
@@ -113,31 +114,26 @@ class Parts:
         }
 
     def forward(
-        self, sets: Mapping[str, WorkingSet], ids: Mapping[str, Tensor], tokens_BT: Tensor, docs_BT: Tensor, *,
+        self, sets: Mapping[str, WorkingSet], slots: Mapping[str, Tensor], tokens_BT: Tensor, docs_BT: Tensor, *,
         windows: tuple[int, int], dtype: torch.dtype, history_BH: Tensor | None = None,
         change: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None = None, **model_options: Any,
     ) -> Tensor:  # fmt: skip
         """Hidden states [B, T, D] of one pass: rows of the working sets, what memories make of them, the backbone.
 
+        slots: where in its working set each memory's rows are [B, T, reads].
         change: what is done to the gathered rows, a memory left out being off. model_options: state, swap_routes.
         """
-        rows = gather(sets, ids, dtype)
+        rows = {name: one.gather_slots(slots[name]).to(dtype) for name, one in sets.items()}
         payloads = self.payloads(change(rows) if change else rows, tokens_BT, history_BH)
         return self.model(tokens_BT, docs_BT, payloads, windows=windows, **model_options)
 
-    def pull(self, ids: Sequence[Mapping[str, Tensor]], *, grad: bool) -> dict[str, WorkingSet]:
-        """A working set a table, for the ids of one or more steps."""
-        return {name: table.pull([step[name] for step in ids], grad=grad) for name, table in self.tables.items()}
-
-
-def gather(sets: Mapping[str, WorkingSet], ids: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Rows of the working sets [*ids.shape, lanes, dim] in the compute dtype, as autograd sees them."""
-    rows = {}
-    for name, one in sets.items():
-        slots = one.slots_of(ids[name])
-        picked = one.rows.index_select(0, slots.flatten())
-        rows[name] = picked.view(*slots.shape, *one.rows.shape[1:]).to(dtype)
-    return rows
+    def read(
+        self, tokens_BT: Tensor, history_BH: Tensor | None = None
+    ) -> tuple[dict[str, WorkingSet], dict[str, Tensor]]:
+        """Working sets for reading, one a table, and where in them the rows of these tokens are [B, T, reads]."""
+        ids = self.row_ids(tokens_BT, history_BH)
+        sets = {name: table.pull([ids[name]], grad=False) for name, table in self.tables.items()}
+        return sets, {name: one.slots(0) for name, one in sets.items()}
 
 
 def vocabulary_size(config: RunConfig) -> int:
@@ -149,13 +145,18 @@ def vocabulary_size(config: RunConfig) -> int:
     return load_tokenizer(config.tokenizer).vocab_size
 
 
-def build_model(config: RunConfig, vocab_size: int, bos: int) -> tuple[GPT | PlainGPT, dict[str, Memory]]:
-    """Backbone and memories with their initial dense weights, a function of the configuration and its seed alone."""
+def build_model(
+    config: RunConfig, vocab_size: int, bos: int, token_strings: Sequence[bytes | None] | None = None
+) -> tuple[GPT | PlainGPT, dict[str, Memory]]:
+    """Backbone and memories with their initial dense weights, a function of the configuration and its seed alone.
+
+    token_strings: see ModelShape; not needed where a saved model is loaded into this one.
+    """
     if config.model.kind == "plain":
         torch.manual_seed(config.seed)
         return PlainGPT(config.model, vocab_size), {}
     model = config.model
-    shape = ModelShape(model.layers, model.width, model.heads, model.width // model.heads, vocab_size, bos)
+    shape = ModelShape(model.layers, model.width, model.heads, model.head_dim, vocab_size, bos, token_strings)
     torch.manual_seed(config.seed)
     memories = {name: MEMORIES[name](getattr(config.memory, name), shape, seed=config.seed) for name in config.memories}
     # The backbone draws from a stream of its own, so that switching a memory on leaves it as it was.
@@ -163,18 +164,27 @@ def build_model(config: RunConfig, vocab_size: int, bos: int) -> tuple[GPT | Pla
     return GPT(model, vocab_size, memories), memories
 
 
-def build(config: RunConfig, vocab_size: int, bos: int, device: torch.device | str = "cpu") -> Parts:
-    """Model and tables with their initial values."""
-    model, memories = build_model(config, vocab_size, bos)
+def build(
+    config: RunConfig, vocab_size: int, bos: int, device: torch.device | str = "cpu", folder: Path | None = None,
+    token_strings: Sequence[bytes | None] | None = None,
+) -> Parts:  # fmt: skip
+    """Model and tables with their initial values. folder: where the files of tables with place `file` are made."""
+    model, memories = build_model(config, vocab_size, bos, token_strings)
     tables = {}
     for name, memory in memories.items():
-        rule = getattr(config.table, name).row_rule()
+        own = getattr(config.table, name)
+        where = {"place": own.place}
+        if own.place == "file":
+            where |= {"folder": folder, "resident_bytes": round(own.resident_gib * 2**30), "keep_cached": own.cached}
         try:
-            tables[name] = RowTable(memory.spec, rule, seed=config.seed, device=device, name=name)
+            tables[name] = RowTable(
+                memory.spec, own.row_rule(), seed=config.seed, device=device, name=name, format=own.format, **where
+            )
         except RuntimeError as error:
-            gigabytes = 4e-9 * memory.spec.rows * memory.spec.lanes * memory.spec.dim
+            gigabytes = 1e-9 * sum(bytes_by_kind(memory.spec, own.row_rule(), own.format).values())
             raise UserError(
-                f"table {name} takes {gigabytes:,.1f} GB, more than {device} has; give it fewer rows"
+                f"table {name} takes {gigabytes:,.1f} GB, more than {device} has; give it fewer rows, or --table."
+                f"{name}.place host or file"
             ) from error
     return Parts(model.to(device), memories, tables)
 
@@ -214,9 +224,12 @@ def load_run(path: Path, log: Callable[[str], None] = print) -> LoadedRun:
     model, memories = build_model(config, tokenizer.vocab_size, tokenizer.bos)
     load_model(model, checkpoint)
     tables = {
-        name: FileTable(memory.spec, [checkpoint.file(f"table_{name}")], getattr(config.table, name).weight_decay)
+        name: saved_table(
+            memory.spec, getattr(config.table, name).row_rule(), config.seed, name, getattr(config.table, name).format,
+            checkpoint.part_files(f"table_{name}"),
+        )
         for name, memory in memories.items()
-    }
+    }  # fmt: skip
     return LoadedRun(
         folder, config, Parts(model.requires_grad_(False), memories, tables), tokenizer, checkpoint.state["step"]
     )

@@ -1,6 +1,6 @@
 """What changes over a run: batch, windows, document cap, learning rate and momentum, as a function of the step.
 
-Lives here: stages, and the schedule that says what each step is.
+Lives here: stages, the schedule that says what each step is, and the cadence that says which steps are one event.
 Not here: base learning rates (optim/groups.py), and what the numbers do to a model or a loader.
 """
 
@@ -115,6 +115,10 @@ class Schedule:
         """The first step after the stage that a step is in (steps in the last stage): no cycle reaches beyond it."""
         return self._ends[self._stage_of(step)]
 
+    def stage_start(self, step: int) -> int:
+        """The first step of the stage that a step is in."""
+        return [0, *self._ends][self._stage_of(step)]
+
     def _stage_of(self, step: int) -> int:
         if not 0 <= step < self.steps:
             raise ValueError(f"step {step} is outside the schedule; its {self.steps} steps are 0 to {self.steps - 1}")
@@ -132,6 +136,35 @@ class Schedule:
         up = step / warmup if warmup else 1.0
         down = (self.steps - step) / cooldown if cooldown else 1.0
         return start + (end - start) * min(1.0, up, down)
+
+
+@dataclass(frozen=True)
+class Cadence:
+    """Which steps share one event of the tables: cycles that follow each other from the first step to the last.
+
+    A cycle ends after each `early` steps, counted from step 0; with late > 0, from the step `switch` on, after each
+    `late` steps, counted from there. A stage and the early part always end one, however short.
+    Raises ValueError for a value out of range. Source: modded-nanogpt, pull request 360: an event after every odd step
+    up to 336 (early 2, switch 336), then after each step that is 3 modulo 4 (late 4).
+    """
+
+    schedule: Schedule
+    early: int
+    late: int = 0
+    switch: int = 0
+
+    def __post_init__(self) -> None:
+        _check(self.early >= 1, "cadence early", self.early, "at least 1 step")
+        _check(self.late >= 0, "cadence late", self.late, "a number of steps, or 0 for none")
+        _check(self.switch >= 0, "cadence switch", self.switch, "a step")
+
+    def cycle(self, step: int) -> tuple[int, int]:
+        """(first step, step after the last) of the cycle that a step is in. Raises ValueError outside the run."""
+        begin, end, period = 0, self.schedule.steps, self.early
+        if self.late:
+            begin, end, period = (self.switch, end, self.late) if step >= self.switch else (0, self.switch, self.early)
+        first = step - (step - begin) % period
+        return max(first, self.schedule.stage_start(step)), min(first + period, end, self.schedule.stage_end(step))
 
 
 def _check(condition: bool, name: str, value: object, allowed: str) -> None:

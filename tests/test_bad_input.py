@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+import threading
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ import train_gpt
 from data.shards import write_shard
 from mome.checkpoint import Checkpoint, newest, whole_checkpoints
 from mome.runfolder import RunFolder
+from mome.table.rows import RowTable
 from tests import tiny
 
 
@@ -137,7 +139,8 @@ def test_shards_of_another_tokenizer(corpus, tmp_path, capsys):
 
 def test_a_table_larger_than_memory(corpus, tmp_path, capsys):
     err = refused(tiny.tiny_flags(corpus, tmp_path, "--memory.ngram.rows", "2000000000"), capsys)
-    assert "table ngram takes 512.0 GB" in err
+    assert "table ngram: a store of 512,000,000,000 bytes does not fit" in err and "or a file" in err
+    assert not list(tmp_path.iterdir())
 
 
 def test_resume_with_the_same_words_is_taken(finished, corpus, tmp_path):
@@ -224,6 +227,44 @@ def test_a_gradient_that_is_not_finite_is_seen_before_anything_changes(corpus, t
     assert train_gpt.main(["--resume", str(folder)]) == 0
 
 
+def test_a_refused_push_names_the_step_and_keeps_the_last_checkpoint(corpus, tmp_path, capsys, monkeypatch):
+    measure = train_gpt.Training.gradient_norm
+
+    def then_poisoned(training):
+        norm = measure(training)
+        if training.step == 3:
+            training.cycle.sets["ngram"].rows.grad[2, 0, 1] = float("nan")
+        return norm
+
+    monkeypatch.setattr(train_gpt.Training, "gradient_norm", then_poisoned)
+    err = refused(tiny.tiny_flags(corpus, tmp_path, "--cycle", "2", "--save-every", "2"), capsys)
+    assert "step 4: table 'ngram': the gradient of row" in err and "the last good checkpoint is kept" in err
+    folder = tiny.only_run(tmp_path)
+    assert [path.name for path in whole_checkpoints(folder / "checkpoint")] == ["step_000002"]
+    monkeypatch.undo()
+    assert train_gpt.main(["--resume", str(folder)]) == 0
+    assert [line["step"] for line in tiny.metrics(folder)] == list(range(1, 13))
+
+
+@pytest.mark.parametrize("depth", ["0", "3"])
+def test_an_error_while_reading_ahead_stops_the_step_that_needs_the_rows(corpus, tmp_path, capsys, monkeypatch, depth):
+    fetch, calls = RowTable.fetch, iter(range(100))
+
+    def fetch_or_fail(table, plan):
+        if table.name == "ngram" and next(calls) == 4:
+            raise OSError(5, "Input/output error", "ngram.bin")
+        return fetch(table, plan)
+
+    monkeypatch.setattr(RowTable, "fetch", fetch_or_fail)
+    flags = ("--cycle", "2", "--prefetch", depth, "--val-every", "0", "--save-every", "4")
+    assert "Input/output error" in refused(tiny.tiny_flags(corpus, tmp_path, *flags), capsys)
+    # The fifth cycle is that of the steps 9 and 10; it was asked for much earlier where the depth is 3.
+    folder = tiny.only_run(tmp_path)
+    assert len(tiny.metrics(folder)) == 8
+    assert [path.name for path in whole_checkpoints(folder / "checkpoint")] == ["step_000004", "step_000008"]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("prefetch")]
+
+
 def test_a_checkpoint_that_cannot_be_written_is_one_line(corpus, tmp_path, capsys, monkeypatch):
     step = train_gpt.timed_step
 
@@ -255,8 +296,8 @@ def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_checkpoint(corpus, t
 
 
 def test_a_full_disk_stops_with_one_line_and_keeps_the_last_checkpoint(corpus, tmp_path):
-    """The limit on a file's size stands for the full disk: the table outgrows it, what came before does not."""
-    flags = tiny.tiny_flags(corpus, tmp_path, "--memory.ngram.rows", "20000", "--save-every", "2")
+    """The limit on a file's size stands for the full disk: the model outgrows it, what came before does not."""
+    flags = tiny.tiny_flags(corpus, tmp_path, "--model.width", "192", "--save-every", "2")
     limited = (
         "import resource, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (2_000_000, 2_000_000));"

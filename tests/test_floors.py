@@ -28,7 +28,7 @@ FLOORS = (
     "mome.config",
     "mome.presets | mome.checkpoint | mome.runfolder",
     "mome.command | mome.run",
-    "mome.evaluate | mome.generate | mome.describe",
+    "mome.cycle | mome.evaluate | mome.generate | mome.describe",
     "mome.pretrained",
     "mome.tools",
     "mome.__main__ | train_gpt",

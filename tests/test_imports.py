@@ -1,5 +1,7 @@
 """Every module imports in a fresh process that has no CUDA device, no Triton, no numba and none of the test packages.
 
+The kernels written for numba are left out: the dispatcher imports them, when it has found numba.
+
 Lives here: one process that imports them all, and proof that it sees an import that asks for too much.
 Not here: which room may import which (tests/test_floors.py).
 """
@@ -60,7 +62,8 @@ def modules_of(root: Path) -> list[str]:
         if package.parent.name != "tests":
             paths += sorted(package.parent.rglob("*.py"))
     names = [".".join(path.relative_to(root).with_suffix("").parts) for path in paths]
-    return [name.removesuffix(".__init__") for name in names]
+    names = [name.removesuffix(".__init__") for name in names]
+    return [name for name in names if not name.startswith("kernels.cpu.") or name == "kernels.cpu.threads"]
 
 
 def test_every_module_imports_alone(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import signal
+import threading
 import time
 
 import pytest
@@ -71,25 +72,72 @@ def test_validating_and_saving_change_nothing(corpus, tmp_path):
     assert quiet[-1] == busy[-1]
 
 
+def stopped_after(step, monkeypatch, words):
+    """Train until a signal after that step, and find the run's thread gone."""
+    with monkeypatch.context() as patch:
+        timed = train_gpt.timed_step
+
+        def step_then_signal(training, reporter):
+            line = timed(training, reporter)
+            if training.step == step:
+                signal.raise_signal(signal.SIGTERM)
+            return line
+
+        patch.setattr(train_gpt, "timed_step", step_then_signal)
+        assert train_gpt.main(words) == 128 + signal.SIGTERM
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("prefetch")]
+
+
 @pytest.mark.parametrize("stop_after", [1, 4, 7])
 def test_a_signal_in_mid_cycle_saves_and_resume_goes_on_bit_for_bit(corpus, tmp_path, monkeypatch, stop_after):
     flags = (*EVERY_MEMORY, "--cycle", "3", "--table.ngram.weight-decay", "0.5")
     train(tiny.tiny_flags(corpus, tmp_path / "whole", *flags))
-    step = train_gpt.timed_step
-
-    def step_then_signal(training, reporter):
-        line = step(training, reporter)
-        if training.step == stop_after:
-            signal.raise_signal(signal.SIGTERM)
-        return line
-
-    monkeypatch.setattr(train_gpt, "timed_step", step_then_signal)
-    assert train_gpt.main(tiny.tiny_flags(corpus, tmp_path / "cut", *flags)) == 128 + signal.SIGTERM
-    monkeypatch.setattr(train_gpt, "timed_step", step)
+    stopped_after(stop_after, monkeypatch, tiny.tiny_flags(corpus, tmp_path / "cut", *flags))
     folder = tiny.only_run(tmp_path / "cut")
     assert len(tiny.metrics(folder)) == stop_after
     train(["--resume", str(folder)])
     assert tiny.metrics(folder) == tiny.metrics(tiny.only_run(tmp_path / "whole"))
+
+
+def test_no_prefetch_and_no_place_changes_a_bit(corpus, tmp_path, monkeypatch):
+    """Periods that change, formats that round, clipping; read ahead from files, stopped in mid-cycle, gone on with."""
+    flags = (
+        *EVERY_MEMORY, "--cycle", "2", "--cycle-late", "4", "--cycle-late-from", "0.3", "--row-clip", "0.02",
+        "--table.ngram.rule", "factored", "--table.ngram.format", "bf16", "--table.ngram.beta2-by", "step",
+        "--table.value.rule", "momentum", "--table.value.weight-decay", "0.1", "--table.value.format", "bf16+16",
+        "--val-every", "5",
+    )  # fmt: skip
+    train(tiny.tiny_flags(corpus, tmp_path / "plain", *flags, "--prefetch", "0"))
+    places = ("--table.ngram.place", "file", "--table.value.place", "file", "--table.routed.place", "host")
+    stopped_after(9, monkeypatch, tiny.tiny_flags(corpus, tmp_path / "ahead", *flags, "--prefetch", "3", *places))
+    plain, ahead = (tiny.only_run(tmp_path / name) for name in ("plain", "ahead"))
+    train(["--resume", str(ahead)])
+    assert tiny.metrics(ahead) == tiny.metrics(plain)
+    results = [json.loads((folder / "result.json").read_text()) for folder in (ahead, plain)]
+    assert results[0]["knockout"] == results[1]["knockout"]
+    assert sorted(path.name for path in (ahead / "tables").iterdir()) == ["ngram", "value"]
+    assert not (plain / "tables").exists()
+
+
+def test_files_of_tables_hold_nothing_that_the_checkpoint_lacks(corpus, tmp_path, monkeypatch):
+    """A run that breaks off, before its first checkpoint or after it, has pushed rows that are not to be seen again."""
+    flags = ("--table.ngram.place", "file", "--table.ngram.decay", "touched", "--table.ngram.weight-decay", "0.5")
+    train(tiny.tiny_flags(corpus, tmp_path / "whole", *flags))
+    whole = tiny.metrics(tiny.only_run(tmp_path / "whole"))
+    for save_every in ("0", "2"):
+        timed = train_gpt.timed_step
+
+        def step_or_fail(training, reporter, timed=timed):
+            if training.step == 5:
+                raise OSError("the power")
+            return timed(training, reporter)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(train_gpt, "timed_step", step_or_fail)
+            runs = tmp_path / save_every
+            assert train_gpt.main(tiny.tiny_flags(corpus, runs, *flags, "--save-every", save_every)) == 1
+        train(["--resume", str(tiny.only_run(runs))])
+        assert tiny.metrics(tiny.only_run(runs)) == whole
 
 
 def test_killed_at_ten_random_instants_equals_never_killed(corpus, tmp_path):

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mome.errors import UserError
+from mome.table.hashing import MOST_ROWS
 from mome.table.rows import TableSpec
 
 Placement = Literal["all", "alternate", "last"] | tuple[int, ...]
@@ -32,6 +33,8 @@ class ModelShape:
     head_dim: int
     vocab_size: int
     bos: int
+    token_strings: Sequence[bytes | None] | None = None
+    """What each id stands for (data.tokenizer's token_strings); None where a saved model is about to be loaded."""
 
 
 class PlugPoint(Protocol):
@@ -69,6 +72,8 @@ class Memory(nn.Module, ABC):
     """Rows that one token reads."""
     history: int
     """How many ids before the first token `row_ids` looks at."""
+    warnings: tuple[str, ...] = ()
+    """What the configuration is likely to cost, a line each: a trainer says them once, at its start."""
 
     @abstractmethod
     def row_ids(self, tokens_BT: Tensor, history_BH: Tensor | None) -> Tensor:
@@ -130,3 +135,10 @@ def check_choice(option: str, value: str, choices: Sequence[str]) -> None:
 def check_gate_channels(option: str, channels: int, width: int) -> None:
     """Raise UserError unless a gate can look at this many channels of a hidden state of that width."""
     check(1 <= channels <= width, option, channels, f"a gate looks at 1 to {width} (the model's width) channels")
+
+
+def check_rows(option: str, rows: int, hash_option: str, kind: str) -> None:
+    """Raise UserError unless a hash can fill so many rows: the reserved one, and one or more for n-grams."""
+    most = MOST_ROWS[kind]
+    wider = f"; --memory.{hash_option} mix takes more" if kind == "xor" and rows > most else ""
+    check(2 <= rows <= most, option, rows, f"the hash {kind} takes 2 to {most} rows{wider}")

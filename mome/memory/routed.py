@@ -34,11 +34,12 @@ from mome.memory.base import (
     check,
     check_choice,
     check_gate_channels,
+    check_rows,
     open_gates,
     place_layers,
     zero_gates,
 )
-from mome.table.hashing import hash_ngrams
+from mome.table.hashing import HASHES, hash_ngrams, weaknesses
 from mome.table.rows import TableSpec
 
 Weights = Literal["sigmoid-norm", "softmax-norm", "softmax-norm-detach", "softmax", "sigmoid"]
@@ -59,6 +60,8 @@ class RoutedConfig:
     """What a row stands for: a token, or a hashed pair of the token and the one before it."""
     bigram_rows: int = 0
     """Rows of the table when index is bigram; the last one stands for a token with nothing before it."""
+    hash: Literal["xor", "mix"] = "xor"
+    """How a bigram picks its row: the speedrun's XOR of products, below 2**31 rows, or a mix of 64 bits."""
     weights: Weights = "sigmoid-norm"
     """Weights of the selected slots: sigmoid or softmax over all slots; norm: made to sum to 1; detach: no gradient
     through that sum. With top_k 1 sigmoid-norm and softmax-norm are the softmax over all slots, or the router would get
@@ -89,9 +92,13 @@ class RoutedConfig:
         check_choice("routed.router_input", self.router_input, ("hidden", "value"))
         check_choice("routed.bank", self.bank, ("shared", "per-head"))
         bigram = self.index == "bigram"
-        rows = 2 <= self.bigram_rows < 2**31 if bigram else self.bigram_rows == 0
-        remedy = "give 2 or more, and fewer than 2**31" if bigram else "goes with --memory.routed.index bigram alone"
-        check(rows, "routed.bigram_rows", self.bigram_rows, remedy)
+        check_choice("routed.hash", self.hash, HASHES)
+        alone = "goes with --memory.routed.index bigram alone"
+        check(bigram or self.hash == "xor", "routed.hash", self.hash, alone)
+        if bigram:
+            check_rows("routed.bigram_rows", self.bigram_rows, "routed.hash", self.hash)
+        else:
+            check(self.bigram_rows == 0, "routed.bigram_rows", self.bigram_rows, alone)
         remedy = "equal slots and a zero router never part; raise --memory.routed.router-std as well"
         check(self.init != 0 or self.router_std > 0, "routed.init", self.init, remedy)
 
@@ -132,6 +139,8 @@ class RoutedMemory(Memory):
         self.banks = model.heads if config.bank == "per-head" else 1
         self.tables = 1 if config.share_layers else len(self.layers)
         rows = config.bigram_rows if config.index == "bigram" else model.vocab_size
+        if config.index == "bigram":
+            self.warnings = tuple(weaknesses((2,), rows, config.hash, model.vocab_size))
         init = (3 / model.width) ** 0.5 if config.init is None else config.init
         self.spec = TableSpec(rows, self.tables * self.banks * (self.slots + config.shared_slots), model.head_dim, init)
         hidden = config.router_input == "hidden"
@@ -148,7 +157,7 @@ class RoutedMemory(Memory):
     def row_ids(self, tokens_BT: Tensor, history_BH: Tensor | None) -> Tensor:
         if self.config.index == "token":
             return tokens_BT.long().unsqueeze(-1)
-        return hash_ngrams(tokens_BT, history_BH, 2, self.spec.rows).unsqueeze(-1)
+        return hash_ngrams(tokens_BT, history_BH, (2,), self.spec.rows, self.config.hash)
 
     def prepare(self, rows_BTRLD: Tensor, tokens_BT: Tensor, history_BH: Tensor | None) -> RoutedRows:
         """Splits the lanes by layer; a table that all layers share is there once for each."""

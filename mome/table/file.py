@@ -1,7 +1,7 @@
-"""A table that is only read, from safetensors files, without ever holding the whole of it in memory.
+"""Tables that are only read, from safetensors files, without ever holding the whole of one in memory.
 
-Lives here: memory-mapped rows of a checkpoint (raw, decayed on reading) and of an export (decay already applied).
-Not here: tables that train (rows.py), what goes into a checkpoint (train_gpt.py) or an export (mome/pretrained.py).
+Lives here: the rows of an export (FileTable) and of a checkpoint's parts (saved_table), memory-mapped.
+Not here: tables that train (rows.py), what goes into a checkpoint (parts.py) or an export (mome/pretrained.py).
 """
 
 from __future__ import annotations
@@ -12,20 +12,27 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from mome.errors import UserError
-from mome.table.rows import TableSpec, WorkingSet
-from optim.rows import RowClock
+from mome.table.rows import RowTable, TableSpec, kept
+from mome.table.working import WorkingSet
+from optim.rows import RowRule
 
-_DTYPES = {"F32": np.float32, "F64": np.float64, "I32": np.int32}
+# As numpy maps them; it has no name for the last two.
+_DTYPES = {
+    "F32": (np.float32, torch.float32), "F64": (np.float64, torch.float64), "I64": (np.int64, torch.int64),
+    "I32": (np.int32, torch.int32), "I16": (np.int16, torch.int16), "BF16": (np.int16, torch.bfloat16),
+    "F8_E4M3": (np.uint8, torch.float8_e4m3fn), "U8": (np.uint8, torch.uint8),
+}  # fmt: skip
 
 
-def mapped_tensor(path: Path, name: str) -> np.memmap:
-    """A tensor of a safetensors file as a read-only memory map. Raises UserError for a file that is cut or lacks it.
+def mapped_tensor(path: Path, name: str) -> tuple[np.memmap, torch.dtype]:
+    """A tensor of a safetensors file as a read-only memory map, and the dtype that its bits have.
 
     Layout (safetensors' format description): a little-endian uint64, that many bytes of JSON, then the data.
+    Raises UserError for a file that is cut or lacks the tensor.
     """
     try:
         with open(path, "rb") as file:
@@ -36,33 +43,27 @@ def mapped_tensor(path: Path, name: str) -> np.memmap:
         first, end = entry["data_offsets"]
         if path.stat().st_size < 8 + size + end:
             raise ValueError("it is cut short")
-        return np.memmap(path, _DTYPES[entry["dtype"]], mode="r", offset=8 + size + first, shape=tuple(entry["shape"]))
+        kind, dtype = _DTYPES[entry["dtype"]]
+        shape = tuple(entry["shape"])
+        if not end - first:
+            return np.empty(shape, kind), dtype
+        return np.memmap(path, kind, mode="r", offset=8 + size + first, shape=shape), dtype
     except (OSError, KeyError, ValueError, TypeError) as error:
         raise UserError(f"{path}: no readable rows in it ({error}); copy or write it again") from error
 
 
 class FileTable:
-    """Rows in files, each with a tensor `rows` [n, lanes, dim], in order; has pull and iter_rows of RowTable.
+    """Rows in files, each with a tensor `rows` [n, lanes, dim], in order; has pull and iter_rows of RowTable."""
 
-    weight_decay: that of the rule when the files are a checkpoint's (with last_event and log_decay); None when rows are
-    worth what the file says.
-    """
-
-    def __init__(self, spec: TableSpec, files: Sequence[Path], weight_decay: float | None = None):
+    def __init__(self, spec: TableSpec, files: Sequence[Path]):
         self.spec = spec
-        self._rows = [mapped_tensor(path, "rows") for path in files]
+        self._rows = [mapped_tensor(path, "rows")[0] for path in files]
         self._starts = np.cumsum([0, *(len(rows) for rows in self._rows)])
         held = (int(self._starts[-1]), *self._rows[0].shape[1:])
         if held != (spec.rows, spec.lanes, spec.dim):
             raise UserError(
                 f"{files[0]}: holds rows {held}, the configuration says {(spec.rows, spec.lanes, spec.dim)}"
             )
-        self._clock = None
-        if weight_decay:
-            self._last = mapped_tensor(files[0], "last_event")
-            self._clock = RowClock(weight_decay)
-            with safe_open(files[0], "pt") as file:
-                self._clock.load_state_dict({key: file.get_tensor(key) for key in ("log_decay", "log_beta2")})
 
     def pull(self, ids: Sequence[Tensor], *, grad: bool = False) -> WorkingSet:
         """The rows of these ids as a working set for reading; grad must be False."""
@@ -70,10 +71,11 @@ class FileTable:
         unique_U = torch.unique(torch.cat([step.flatten() for step in ids]))
         if len(unique_U) and not 0 <= int(unique_U[0]) <= int(unique_U[-1]) < self.spec.rows:
             raise UserError(f"row ids {int(unique_U[0])} to {int(unique_U[-1])} of a table of {self.spec.rows} rows")
-        return WorkingSet(unique_U, self._read(unique_U.numpy()), ids, 0, None)
+        slots = [torch.searchsorted(unique_U, step) for step in ids]
+        return WorkingSet(unique_U, self._read(unique_U.numpy()), slots, 0, None)
 
     def iter_rows(self, chunk: int) -> Iterator[Tensor]:
-        """All rows in order, as they are worth now, `chunk` at a time: [<= chunk, lanes, dim]."""
+        """All rows in order, `chunk` at a time: [<= chunk, lanes, dim]."""
         for first in range(0, self.spec.rows, chunk):
             yield self._read(np.arange(first, min(first + chunk, self.spec.rows)))
 
@@ -82,7 +84,54 @@ class FileTable:
         for start, rows in zip(self._starts, self._rows):
             here = (ids_U >= start) & (ids_U < start + len(rows))
             rows_ULD[here] = rows[ids_U[here] - start]
-        out = torch.from_numpy(rows_ULD)
-        if self._clock:
-            out *= self._clock.decay(torch.from_numpy(self._last[ids_U])).to(out.dtype)[:, None, None]
+        return torch.from_numpy(rows_ULD)
+
+
+def saved_table(spec: TableSpec, rule: RowRule, seed: int, name: str, format: str, files: Sequence[Path]) -> RowTable:
+    """A table as a checkpoint's parts hold it, for reading only: it pulls as the one that was saved would.
+
+    The arguments are those that the saved table was made with; files: its parts in order (parts.py). Raises UserError
+    for files that are cut, or belong to another table.
+    """
+    ids = [mapped_tensor(path, "ids")[0] for path in files]
+    stores = {
+        key: _SavedPlane(ids, [mapped_tensor(path, key) for path in files], files[0], tail, dtype)
+        for key, (tail, dtype) in kept(spec, rule, format).items()
+    }
+    table = RowTable(spec, rule, seed, name=name, format=format, stores=stores)
+    try:
+        with safe_open(files[0], "pt") as file:
+            table.clock.load_state_dict({key: file.get_tensor(key) for key in table.clock.state_dict()})
+    except (OSError, ValueError, SafetensorError) as error:
+        raise UserError(f"{files[0]}: its clock cannot be read ({error}); copy or write it again") from error
+    table.forget()
+    return table
+
+
+class _SavedPlane:
+    """One plane of a checkpoint's parts as a store that is only read: zeros for a row that no part has."""
+
+    memory = None
+
+    def __init__(
+        self, ids: list[np.ndarray], planes: list[tuple[np.ndarray, torch.dtype]], path: Path, tail: tuple[int, ...],
+        dtype: torch.dtype,
+    ):  # fmt: skip
+        self._ids, self._planes = ids, [plane for plane, _ in planes]
+        for plane, kind in planes:
+            if plane.shape[1:] != tail or kind != dtype:
+                raise UserError(
+                    f"{path}: holds rows of {list(plane.shape[1:])} {kind}, the configuration says {list(tail)} {dtype}"
+                )
+
+    def read(self, ids_U: Tensor, out: Tensor) -> Tensor:
+        """Copies of these rows (int64 [U]) into out [U, *tail]."""
+        out.zero_()
+        wanted_U, into = ids_U.numpy(), out.view(torch.uint8) if out.dtype.itemsize == 1 else out
+        into = (into.view(torch.int16) if out.dtype == torch.bfloat16 else into).numpy()
+        for ids_N, plane in zip(self._ids, self._planes):
+            if len(ids_N):
+                at_U = np.minimum(np.searchsorted(ids_N, wanted_U), len(ids_N) - 1)
+                here = ids_N[at_U] == wanted_U
+                into[here] = plane[at_U[here]]
         return out

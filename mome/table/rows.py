@@ -1,25 +1,37 @@
-"""The sparse table and the working set: the few rows of a cycle as a dense leaf, and the only code that writes rows.
+"""The sparse table: rows that a step sees only through a working set, and the only code that writes them.
 
-Lives here: TableSpec, RowTable (pull, push, restore, checkpoint, export reads), WorkingSet, the row initialiser.
-Not here: where raw rows lie (store.py), the rules' arithmetic (kernels/row_update.py), which ids a memory asks for.
+Lives here: TableSpec, RowTable (plan, fetch, take, push, restore), what is kept for a row and how many bytes it takes.
+Not here: the working set (working.py), where planes lie (store.py), formats (formats.py), checkpoints (parts.py), the
+rules' arithmetic (kernels/row_update.py), which ids a memory asks for.
 """
 
 from __future__ import annotations
 
 import zlib
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from kernels.row_update import mean_square, row_update_
-from mome.table.hashing import splitmix64
-from mome.table.store import DeviceStore
+from kernels.gather import gather_rows
+from kernels.initial import initial_values
+from kernels.rounding import rounding_key
+from kernels.row_update import column_profile_, column_squares, mean_square, row_update_
+from kernels.segments import unique_ids
+from mome.table.base import huge_pages_suit
+from mome.table.formats import row_format
+from mome.table.store import DeviceStore, HostStore, MmapStore
+from mome.table.working import Buffers, IdPlan, RawRows, WorkingSet
 from optim.rows import RowClock, RowRule
 
-# Numbers the initialiser mixes at once: the int64 counters and their temporaries stay in the cache of a core.
-_INIT_CHUNK = 1 << 16
+PLACES = ("device", "host", "file")
+# Pushes that a fetch may lag behind before its rows are read again as a whole.
+_REMEMBERED = 64
+_INT64 = 2**63 - 1
 
 
 @dataclass(frozen=True)
@@ -39,103 +51,117 @@ class TableSpec:
         for name in ("rows", "lanes", "dim"):
             if getattr(self, name) < 1:
                 raise ValueError(f"a table with {name} = {getattr(self, name)}: {name} must be at least 1")
+        if self.rows * self.lanes * self.dim > _INT64:
+            raise ValueError(
+                f"a table of {self.rows} rows x {self.lanes} lanes x {self.dim} numbers: more than 2**63 - 1 numbers "
+                "have no int64 address; give it fewer rows"
+            )
         if not 0.0 <= self.init < float("inf"):
             raise ValueError(f"a table with init = {self.init}: the half-width must be finite and not negative")
 
 
+def table_seed(seed: int, name: str) -> int:
+    """The seed of a table's initial rows and of its rounding: tables of one run differ by their names."""
+    return seed ^ zlib.crc32(name.encode())
+
+
 def initial_rows(spec: TableSpec, seed: int, ids_U: Tensor, dtype: torch.dtype) -> Tensor:
-    """What the rows with these ids (int64 [U]) hold before training: [U, lanes, dim], on the device of ids_U.
+    """What the rows with these ids (int64 [U]) hold before training: [U, lanes, dim]; see kernels/initial.py."""
+    values_UE = initial_values(ids_U, spec.lanes * spec.dim, seed, spec.init, dtype)
+    return values_UE.view(len(ids_U), spec.lanes, spec.dim)
 
-    Uniform in [-init, init], symmetric about 0, in steps of init * 2**-23. A number depends on (seed, row, element)
-    alone, so any subset of rows equals the same rows of the whole, and float32 equals float64 to rounding.
+
+def kept(
+    spec: TableSpec, rule: RowRule, format: str, dtype: torch.dtype = torch.float32
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """What a table keeps for each row, by name: (shape, dtype). The format's planes, the rule's state, the last event.
+
+    last_event (int32) is 0 until a row is first pushed, so it also tells which rows were ever touched.
     """
-    size = spec.lanes * spec.dim
-    if spec.init == 0.0:
-        return torch.zeros(len(ids_U), spec.lanes, spec.dim, dtype=dtype, device=ids_U.device)
-    out_UE = torch.empty(len(ids_U), size, dtype=dtype, device=ids_U.device)
-    key = splitmix64(torch.tensor(_signed64(seed), device=ids_U.device))
-    element_E = torch.arange(size, device=ids_U.device) + key
-    for part_U, into_UE in zip(ids_U.split(_chunk_rows(spec)), out_UE.split(_chunk_rows(spec))):
-        bits_UE = splitmix64(part_U[:, None] * size + element_E)
-        # 24 bits u become the odd number 2u + 1 - 2**24, which float32 holds exactly.
-        odd_UE = (bits_UE >> 40).bitwise_and_((1 << 24) - 1).mul_(2).sub_((1 << 24) - 1)
-        torch.mul(odd_UE.to(dtype), spec.init * 2.0**-24, out=into_UE)
-    return out_UE.view(len(ids_U), spec.lanes, spec.dim)
+    planes = dict(row_format(format).planes(spec.lanes, spec.dim))
+    if rule.keeps_second:
+        planes["second"] = ((spec.lanes,), dtype)
+    if rule.keeps_moment:
+        planes["moment"] = ((spec.lanes, spec.dim), dtype)
+    planes["last_event"] = ((), torch.int32)
+    return planes
 
 
-class WorkingSet:
-    """The rows of one cycle. Made by RowTable.pull or restore; used up by RowTable.push.
-
-    ids:   int64 [U], sorted, each once.
-    rows:  [U, lanes, dim], a leaf that autograd treats like any parameter; its .grad adds up over the cycle's steps.
-    event: the table's event count when it was pulled.
-    slots(k) and gather(k) know the steps it was pulled for; a restored set has no steps and answers slots_of alone.
-    """
-
-    def __init__(self, ids_U: Tensor, rows_ULD: Tensor, steps: Sequence[Tensor], event: int, ticket: object) -> None:
-        self.ids = ids_U
-        self.rows = rows_ULD
-        self.event = event
-        self.ticket = ticket
-        self._steps = list(steps)
-
-    def slots(self, step: int) -> Tensor:
-        """Where in `rows` the ids of a step of the pulled cycle are: int64, shaped like that step's ids."""
-        return torch.searchsorted(self.ids, self._steps[step])
-
-    def slots_of(self, ids: Tensor) -> Tensor:
-        """The same for any ids: int64, shaped like ids. Raises ValueError for an id that is not in the working set."""
-        ids = ids.to(self.ids.device, torch.int64).contiguous()
-        slots = torch.searchsorted(self.ids, ids)
-        if ids.numel():
-            found = slots < len(self.ids)
-            if bool(found.all()):
-                found = self.ids.index_select(0, slots.flatten()).view_as(ids) == ids
-            if not bool(found.all()):
-                wrong = int(ids[~found][0])
-                raise ValueError(f"row id {wrong} is not among the {len(self.ids)} of this working set: pull it first")
-        return slots
-
-    def gather(self, step: int) -> Tensor:
-        """The rows that a step reads: [*shape of its ids, lanes, dim], differentiable in `rows`."""
-        slots = self.slots(step)
-        # Never rows[slots]: its backward on the CPU is slower and its sums differ from run to run.
-        return self.rows.index_select(0, slots.flatten()).view(*slots.shape, *self.rows.shape[1:])
+def bytes_by_kind(spec: TableSpec, rule: RowRule, format: str, dtype: torch.dtype = torch.float32) -> dict[str, int]:
+    """Bytes of a table by what they are for; not counted are the clock's 16 bytes an event (32 with momentum)."""
+    sizes = {}
+    for name, (shape, kind) in kept(spec, rule, format, dtype).items():
+        sizes[name] = spec.rows * torch.Size(shape).numel() * kind.itemsize
+    if rule.keeps_columns:
+        sizes["columns"] = 8 * spec.lanes * spec.dim
+    return sizes
 
 
 class RowTable:
     """A table of spec.rows rows, of which a step sees a working set. Reading is pure; only `push` writes.
 
     What dense training would have done to a row while nobody touched it is a function of the row's last event and of
-    the clock's prefix sums, so pulling, validating, saving or stopping changes nothing. float32, or float64 for
-    exactness tests; optimizer state is one number of that dtype a lane (none for "sgd") and one int32 event a row.
-    The initial rows are keyed by the seed and the name, so that tables of one run differ.
+    the clock's prefix sums, so pulling, validating, saving or stopping changes nothing. A row that was never pushed is
+    worth its initial values, whatever its place holds: no table is ever filled. A step computes in float32, or in
+    float64 for exactness tests, whatever the format of the rows.
+
+    format: how a row is kept, a name of mome.table.formats. place: "device"; "host" (rows in host memory, state on the
+    device); "file" (everything in sparse files under `folder`; resident_bytes, keep_cached: see MmapStore). stores: in
+    place of those, stores made already, by the names of `kept`.
+    Raises ValueError for what does not fit together.
     """
 
     def __init__(
-        self,
-        spec: TableSpec,
-        rule: RowRule,
-        seed: int,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
-        name: str = "",
-    ) -> None:
+        self, spec: TableSpec, rule: RowRule, seed: int, dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu", name: str = "", *, format: str = "fp32", place: str = "device",
+        folder: Path | None = None, resident_bytes: int = 1 << 30, keep_cached: bool = True,
+        stores: dict[str, Any] | None = None,
+    ) -> None:  # fmt: skip
         if dtype not in (torch.float32, torch.float64):
             raise ValueError(f"a table of {dtype}: choose torch.float32, or torch.float64 for exactness tests")
-        self.spec = spec
-        self.rule = rule
-        self.name = name
-        self.device = torch.device(device)
-        self.dtype = dtype
-        self.store = DeviceStore(spec.rows, spec.lanes, spec.dim, dtype, device)
-        self.clock = RowClock(rule.weight_decay, device)
-        self._last_R = torch.zeros(spec.rows, dtype=torch.int32, device=device)
-        lanes = spec.lanes if rule.keeps_second else 0
-        self._second_RL = torch.zeros(spec.rows, lanes, dtype=dtype, device=device)
+        if place not in PLACES:
+            raise ValueError(f"table {name!r}: no place {place!r}; choose one of {', '.join(PLACES)}")
+        if (place == "file") != (folder is not None):
+            raise ValueError(f"table {name!r}: a folder goes with place 'file', and with no other")
+        self.spec, self.rule, self.name, self.place = spec, rule, name, place
+        self.device, self.dtype = torch.device(device), dtype
+        self.format = "fp64" if dtype == torch.float64 and format == "fp32" else format
+        self.seed = table_seed(seed, name)
+        self.clock = RowClock(rule, device)
+        self._codec = row_format(self.format)
+        if self._codec.exact and ("fp64" in self.format) != (dtype == torch.float64):
+            raise ValueError(f"table {name!r}: format {self.format} with {dtype}: fp64 and float64 go together")
+        self.kept = kept(spec, rule, self.format, dtype)
+        self.stores = stores or {}
+        huge = huge_pages_suit(sum(self.bytes_by_kind().values()))
+        for key, (tail, kind) in self.kept.items() if stores is None else ():
+            if place == "file":
+                path = folder / (name or "table") / f"{key}.bin"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                one = MmapStore(path, spec.rows, tail, kind, resident_bytes=resident_bytes, keep_cached=keep_cached)
+            elif place == "host" and key in self._codec.planes(spec.lanes, spec.dim):
+                one = HostStore(spec.rows, tail, kind, device, huge=huge)
+            else:
+                one = DeviceStore(spec.rows, tail, kind, device, huge=huge and self.device.type == "cpu")
+            self.stores[key] = one
+        self.columns_LD = None
+        if rule.keeps_columns:
+            self.columns_LD = torch.zeros(spec.lanes, spec.dim, dtype=torch.float64, device=device)
+        self._buffers = Buffers(self.device)
+        self.forget()
+
+    def forget(self, broken: str | None = None) -> None:
+        """Make nothing of what was pulled or fetched before usable any more: the rows are about to be replaced.
+
+        broken: why the table may not be used until this is None again.
+        """
         self._ticket = object()
-        for ids_U in self._chunks(_chunk_rows(spec)):
-            self.store.write(ids_U, initial_rows(spec, seed ^ zlib.crc32(name.encode()), ids_U, dtype))
+        self._age = getattr(self, "_age", 0) + 1
+        self.broken = broken
+        # Of the last pushes: event and rows, newest last; and the rows pushed for the first time, in any order.
+        self._recent: deque[tuple[int, Tensor]] = deque(maxlen=_REMEMBERED)
+        self._done = self.clock.event
+        self.first_touched: list[Tensor] = []
 
     @property
     def event(self) -> int:
@@ -145,43 +171,110 @@ class RowTable:
     @property
     def touched_rows(self) -> int:
         """How many rows were in a pushed working set at least once."""
-        return int(torch.count_nonzero(self._last_R))
+        return sum(len(ids_U) for ids_U in self.first_touched)
+
+    def touched_ids(self) -> Tensor:
+        """Those rows, sorted: int64 [touched_rows], on the CPU."""
+        if len(self.first_touched) > 1:
+            self.first_touched = [torch.cat(self.first_touched)]
+        return self.first_touched[0].sort().values if self.first_touched else torch.empty(0, dtype=torch.int64)
+
+    def bytes_by_kind(self) -> dict[str, int]:
+        """Bytes of all rows by what they are for, touched or not; see the function of this name."""
+        return bytes_by_kind(self.spec, self.rule, self.format, self.dtype)
 
     def table_bytes(self) -> int:
         """Bytes of the rows themselves."""
-        return self.spec.rows * self.spec.lanes * self.spec.dim * self.dtype.itemsize
+        planes = self._codec.planes(self.spec.lanes, self.spec.dim)
+        return sum(size for key, size in self.bytes_by_kind().items() if key in planes)
 
     def state_bytes(self) -> int:
-        """Bytes of optimizer state: one number a lane (none for "sgd"), one int32 a row; not the 16 bytes an event."""
-        return self._second_RL.nbytes + self._last_R.nbytes
+        """Bytes of optimizer state."""
+        return sum(self.bytes_by_kind().values()) - self.table_bytes()
 
-    def pull(self, ids: Sequence[Tensor], *, grad: bool = True) -> WorkingSet:
-        """The working set of a cycle. Writes nothing.
+    def plan(self, steps: Sequence[Tensor]) -> IdPlan:
+        """The distinct rows of a cycle. Reads nothing, writes nothing, safe in any thread.
 
-        ids: one integer tensor of any shape for each step, duplicates and all. A set pulled without grad is for reading
-        and can't be pushed. Raises ValueError for an id outside 0..rows - 1.
+        steps: one integer tensor of any shape for each step, duplicates and all. Raises ValueError for an id outside
+        0..rows - 1.
         """
-        if isinstance(ids, Tensor):
-            raise ValueError(f"table {self.name!r}: pull takes a list with one tensor of ids a step, not a bare tensor")
-        steps = [self._as_ids(step) for step in ids]
-        flat = torch.cat([step.flatten() for step in steps]) if steps else self._last_R.new_empty(0, dtype=torch.int64)
-        unique_U = torch.unique(flat)
-        if len(unique_U):
-            self._check_bounds(int(unique_U[0]), int(unique_U[-1]))
-        return self._working_set(unique_U, steps, grad)
+        if isinstance(steps, Tensor):
+            raise ValueError(f"table {self.name!r}: give a list with one tensor of ids a step, not a bare tensor")
+        flat = [self._as_ids(step).flatten() for step in steps]
+        if not flat:
+            return IdPlan(torch.empty(0, dtype=torch.int64, device=self.device), [])
+        ids_U, slots_N = unique_ids(flat[0] if len(flat) == 1 else torch.cat(flat))
+        if len(ids_U):
+            self._check_bounds(int(ids_U[0]), int(ids_U[-1]))
+        parts = slots_N.split([len(one) for one in flat])
+        return IdPlan(ids_U, [part.view(step.shape) for part, step in zip(parts, steps)])
+
+    def fetch(self, plan: IdPlan) -> RawRows:
+        """The raw planes of these rows. Writes nothing; may run in a thread beside push, which `take` mends."""
+        self._refuse_broken()
+        # Before reading: a push that ends meanwhile counts as one since the fetch.
+        event, age = self._done, self._age
+        planes = {}
+        for key, (tail, kind) in self.kept.items():
+            planes[key] = self._buffers.take((len(plan.ids), *tail), kind)
+            self.stores[key].read(plan.ids, planes[key].tensor)
+        return RawRows(plan, planes, event, age)
+
+    def pull(self, steps: Sequence[Tensor], *, grad: bool = True) -> WorkingSet:
+        """The working set of a cycle: plan, fetch and take in one. One pulled without grad can't be pushed."""
+        return self.take(self.fetch(self.plan(steps)), grad=grad)
+
+    @torch.no_grad()
+    def take(self, raw: RawRows, *, grad: bool = True) -> WorkingSet:
+        """A fetch as a working set, its rows worth what they are worth now; uses the fetch up.
+
+        Rows pushed since the fetch are read again, so that the result does not depend on when the fetch was.
+        """
+        self._refuse_broken()
+        if raw.age != self._age:
+            raise ValueError(f"table {self.name!r}: these rows were fetched before the table was loaded: fetch again")
+        ids_U = raw.plan.ids
+        planes = {key: lease.tensor for key, lease in raw.planes.items()}
+        self._patch(raw, planes)
+        inside = self._codec.planes(self.spec.lanes, self.spec.dim)
+        leases = dict(raw.planes)
+        # An exact full-width format is its own decoding: the rows stay where they were read to.
+        if self.format in ("fp32", "fp64"):
+            rows_ULD = planes["rows"]
+        else:
+            leases["leaf"] = self._buffers.take((len(ids_U), self.spec.lanes, self.spec.dim), self.dtype)
+            rows_ULD = self._codec.decode({key: planes[key] for key in inside}, leases["leaf"].tensor)
+            for key in inside:
+                self._buffers.give(leases.pop(key))
+        last_U = planes["last_event"]
+        if self.spec.init:
+            self._materialise(ids_U, last_U, rows_ULD)
+        if self.rule.decays_untouched:
+            rows_ULD.mul_(self.clock.decay(last_U).to(self.dtype)[:, None, None])
+        if self.rule.keeps_moment:
+            moment_ULD = planes["moment"]
+            rows_ULD.addcmul_(moment_ULD, self.clock.travel(last_U).to(self.dtype)[:, None, None], value=-1.0)
+            moment_ULD.mul_(self.clock.moment_decay(last_U).to(self.dtype)[:, None, None])
+        if self.rule.decays_second:
+            planes["second"].mul_(self.clock.second_decay(last_U).to(self.dtype)[:, None])
+        state = {key: planes[key] for key in ("second", "moment", "last_event") if key in planes}
+        return WorkingSet(
+            ids_U, rows_ULD.requires_grad_(grad), raw.plan.slots, self.event, self._ticket, state, self._buffers,
+            list(leases.values()),
+        )  # fmt: skip
 
     def restore(self, ids_U: Tensor, grad_ULD: Tensor | None) -> WorkingSet:
         """The working set of a cycle that a checkpoint interrupted: its ids and its gradient so far (None: none yet).
 
-        The table must be at the event of the save, as its own load_state_dict leaves it. Raises ValueError for ids that
-        are not sorted, distinct and in range, and for a gradient of another shape.
+        The table must be at the event of the save, as its own load leaves it. Raises ValueError for ids that are not
+        sorted, distinct and in range, and for a gradient of another shape.
         """
         ids_U = self._as_ids(ids_U)
         if ids_U.ndim != 1 or not bool((ids_U.diff() > 0).all()):
             raise ValueError(f"table {self.name!r}: the saved working set's ids are not a sorted list of distinct rows")
         if len(ids_U):
             self._check_bounds(int(ids_U[0]), int(ids_U[-1]))
-        ws = self._working_set(ids_U, [], grad=True)
+        ws = self.take(self.fetch(IdPlan(ids_U, [])))
         if grad_ULD is not None:
             if grad_ULD.shape != ws.rows.shape:
                 raise ValueError(
@@ -191,151 +284,141 @@ class RowTable:
             ws.rows.grad = grad_ULD.to(self.device, self.dtype, copy=True)
         return ws
 
+    def grad_square(self, ws: WorkingSet) -> float:
+        """Sum of the squares of a working set's gradient so far, duplicates summed first: what a global norm is of."""
+        if ws.rows.grad is None:
+            return 0.0
+        return float(mean_square(ws.rows.grad).sum(dtype=torch.float64)) * self.spec.dim
+
     @torch.no_grad()
-    def push(self, ws: WorkingSet, lr: float, beta2: float | None = None) -> int:
+    def push(self, ws: WorkingSet, lr: float, beta2: float | None = None, scale: float = 1.0) -> int:
         """One event: apply the row rule to every row of the working set, and use the set up. Returns the rows updated.
 
-        lr: this event's learning rate; beta2: in place of the rule's, for this event alone (a cadence that changes).
-        A row without gradient counts as touched with gradient zero, which equals not touching it. Raises ValueError,
-        and then nothing has changed, for a set that was pulled before the last push or load, by another table, or
-        without grad; for a gradient that is not finite or whose square overflows; for what RowClock.extend refuses.
+        lr: this event's learning rate; beta2: in place of the rule's, for this event alone (a cadence that changes);
+        scale: a factor on the gradient (clipping). A row without gradient counts as touched with gradient zero.
+        Raises ValueError, and then nothing has changed, for a set that was pulled before the last push or load, by
+        another table, or without grad; for a gradient that is not finite or whose square overflows; for what
+        RowClock.extend refuses. Raises OSError when a file can't be written: then the table refuses to go on.
         """
+        self._refuse_broken()
         if ws.ticket is not self._ticket:
             raise ValueError(
                 f"table {self.name!r}: this working set was pulled at event {ws.event}, and the table has changed "
                 f"since (event {self.event}) or is another one: pull again after each push or load"
             )
-        if not ws.rows.requires_grad:
+        rows_ULD = ws.rows
+        if not rows_ULD.requires_grad:
             raise ValueError(f"table {self.name!r}: this working set was pulled for reading only: pull with grad=True")
-        rule = self.rule
-        beta2 = rule.beta2 if beta2 is None else beta2
-        rows_ULD = ws.rows.detach()
-        grad_ULD = torch.zeros_like(rows_ULD) if ws.rows.grad is None else ws.rows.grad
-        power_UL = mean_square(grad_ULD)
+        if rows_ULD.grad is None:
+            rows_ULD.grad = ws.lend(rows_ULD.shape).tensor.zero_()
+        grad_ULD, rows_ULD = rows_ULD.grad, rows_ULD.detach()
+        power_UL = mean_square(grad_ULD, scale)
         if len(ws.ids) and not bool(power_UL.amax().isfinite()):
             row = int(ws.ids[~power_UL.isfinite().all(dim=1)][0])
             raise ValueError(
-                f"table {self.name!r}: the gradient of row {row} is not finite or its square overflows: nothing was "
-                "changed; lower the learning rates or go back to a checkpoint"
+                f"table {self.name!r}: the gradient of row {row} is not finite or its square overflows, at event "
+                f"{self.event + 1}: nothing was changed; lower the learning rates or go back to a checkpoint"
             )
-        second_UL = self._second_at(ws.ids) if rule.keeps_second else None
+        beta2 = self.rule.beta2 if beta2 is None else beta2
         self.clock.extend(lr, beta2)
         self._ticket = object()
+        self._recent.append((self.event, ws.ids))
+        event = self.clock.row_event(lr, beta2, scale)
+        memory = self.stores["rows"].memory if self.format in ("fp32", "fp64") else None
+        profile_LD = None
+        if self.columns_LD is not None:
+            squares_LD = column_squares(grad_ULD, scale)
+            profile_LD = column_profile_(self.columns_LD, squares_LD, event, self.spec.rows, self.dtype)
         row_update_(
-            rows_ULD,
-            grad_ULD,
-            power_UL,
-            second_UL,
-            kind=rule.kind,
-            lr=lr,
-            weight_decay=rule.weight_decay,
-            beta2=beta2,
-            correction=self.clock.correction,
-            eps=rule.eps,
-        )
-        self.store.write(ws.ids, rows_ULD)
-        if second_UL is not None:
-            self._second_RL.index_copy_(0, ws.ids, second_UL)
-        self._last_R.index_fill_(0, ws.ids, self.event)
+            rows_ULD, grad_ULD, power_UL, ws.state.get("second"), ws.state.get("moment"), profile_LD, event,
+            out_RLD=memory, ids_U=None if memory is None else ws.ids,
+        )  # fmt: skip
+        fresh_U = ws.ids[ws.state["last_event"] == 0].cpu()
+        ws.state["last_event"].fill_(self.event)
+        planes, inside = dict(ws.state), self._codec.planes(self.spec.lanes, self.spec.dim)
+        if memory is None:
+            leases = {key: self._buffers.take((len(ws.ids), *self.kept[key][0]), self.kept[key][1]) for key in inside}
+            ws.leases.extend(leases.values())
+            out = {key: lease.tensor for key, lease in leases.items()}
+            planes |= self._codec.encode(rows_ULD, ws.ids, rounding_key(self.seed, self.event), out)
+        try:
+            for key, values in planes.items():
+                self.stores[key].write(ws.ids, values)
+        except OSError as error:
+            self.broken = f"its files could not be written at event {self.event} ({error})"
+            raise
+        self.first_touched.append(fresh_U)
+        self._done = self.event
+        ws.close()
         return len(ws.ids)
 
     def read_rows(self, ids: Tensor) -> Tensor:
         """What the rows with these ids (any shape, duplicates allowed) are worth now: [*ids.shape, lanes, dim]."""
-        ids = self._checked(ids)
-        return self._read(ids.flatten()).view(*ids.shape, self.spec.lanes, self.spec.dim)
+        return self.pull([ids], grad=False).gather(0)
 
     def read_second(self, ids: Tensor) -> Tensor:
-        """The second moments of these rows now, as dense training holds them: [*ids.shape, lanes]; none for "sgd"."""
-        ids = self._checked(ids)
-        return self._second_at(ids.flatten()).view(*ids.shape, self._second_RL.shape[1])
+        """The second moments of these rows now, as dense training holds them: [*ids.shape, lanes]."""
+        return self._read_state("second", ids)
+
+    def read_moment(self, ids: Tensor) -> Tensor:
+        """The momentum of these rows now, as dense training holds it: [*ids.shape, lanes, dim]."""
+        return self._read_state("moment", ids)
 
     def iter_rows(self, chunk: int = 4096) -> Iterator[Tensor]:
         """All rows in order, as they are worth now, `chunk` at a time: [<= chunk, lanes, dim], each a fresh tensor."""
-        for ids_U in self._chunks(chunk):
-            yield self._read(ids_U)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Raw rows, last events, second moments and the clock's sums, all tensors.
-
-        The first three are the table's own memory: save or copy them before the next push. A cycle in progress is the
-        caller's to save: ws.ids and ws.rows.grad.
-        """
-        return {**self._tensors(), **self.clock.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Copy a state_dict in; working sets pulled before are refused from then on.
-
-        Raises ValueError and changes nothing if a tensor is missing, unknown, or of another shape or dtype than this
-        table's, or if events and sums disagree.
-        """
-        mine = self._tensors()
-        expected = {*mine, "log_decay", "log_beta2"}
-        if set(state) != expected:
-            odd = ", ".join(sorted(set(state) ^ expected))
-            raise ValueError(f"table {self.name!r}: a checkpoint of another kind of table: {odd} missing or unknown")
-        for key, tensor in mine.items():
-            if state[key].shape != tensor.shape or state[key].dtype != tensor.dtype:
-                raise ValueError(
-                    f"table {self.name!r}: a checkpoint of another shape: its {key} is {_described(state[key])}, this "
-                    f"table's is {_described(tensor)}: load it with the configuration that saved it"
-                )
-        first, final = (int(x) for x in state["last_event"].aminmax())
-        if first < 0 or final >= state["log_decay"].numel():
-            raise ValueError(f"table {self.name!r}: a damaged checkpoint: its rows name an event that its clock lacks")
-        self.clock.load_state_dict({key: state[key] for key in ("log_decay", "log_beta2")})
-        for key, tensor in mine.items():
-            tensor.copy_(state[key])
-        self._ticket = object()
-
-    def _tensors(self) -> dict[str, Tensor]:
-        tensors = {"rows": self.store.rows_RLD, "last_event": self._last_R}
-        return tensors | ({"second": self._second_RL} if self.rule.keeps_second else {})
-
-    def _chunks(self, chunk: int) -> Iterator[Tensor]:
         for start in range(0, self.spec.rows, chunk):
-            yield torch.arange(start, min(start + chunk, self.spec.rows), device=self.device)
+            yield self.read_rows(torch.arange(start, min(start + chunk, self.spec.rows), device=self.device))
+
+    def flush(self) -> None:
+        """Bring file places to the disk."""
+        for store in self.stores.values():
+            store.flush()
+
+    def close(self) -> None:
+        """Let go of files and their locks."""
+        for store in self.stores.values():
+            store.close()
+
+    def _materialise(self, ids_U: Tensor, last_U: Tensor, rows_ULD: Tensor) -> None:
+        fresh_F = (last_U == 0).nonzero().flatten()
+        if len(fresh_F):
+            rows_ULD.index_copy_(0, fresh_F, initial_rows(self.spec, self.seed, ids_U[fresh_F], self.dtype))
+
+    def _patch(self, raw: RawRows, planes: dict[str, Tensor]) -> None:
+        """Read again what pushes after the fetch have written, the newest being what the stores hold now."""
+        ids_U = raw.plan.ids
+        since = [pushed_U for event, pushed_U in self._recent if event > raw.event]
+        if not len(ids_U) or raw.event == self.event:
+            return
+        stale_U = torch.ones_like(ids_U, dtype=torch.bool)
+        if len(since) == self.event - raw.event:
+            stale_U.zero_()
+            for pushed_P in since:
+                places_P = torch.searchsorted(ids_U, pushed_P).clamp_(max=len(ids_U) - 1)
+                stale_U[places_P[ids_U[places_P] == pushed_P]] = True
+        where_S = stale_U.nonzero().flatten()
+        if len(where_S):
+            ids_S = ids_U[where_S]
+            for key, plane in planes.items():
+                plane[where_S] = self.stores[key].read(ids_S)
+
+    def _read_state(self, key: str, ids: Tensor) -> Tensor:
+        if key not in self.kept:
+            raise ValueError(f"table {self.name!r}: the rule {self.rule.kind} keeps no {key}")
+        ws = self.pull([ids], grad=False)
+        slots = ws.slots(0)
+        return gather_rows(ws.state[key], slots.flatten()).view(*slots.shape, *ws.state[key].shape[1:])
+
+    def _refuse_broken(self) -> None:
+        if self.broken:
+            raise ValueError(f"table {self.name!r}: {self.broken}; resume from the last checkpoint")
 
     def _as_ids(self, ids: Tensor) -> Tensor:
         if ids.is_floating_point() or ids.dtype == torch.bool:
             raise ValueError(f"table {self.name!r}: row ids are integers, not {ids.dtype}")
         return ids.to(self.device, torch.int64)
 
-    def _checked(self, ids: Tensor) -> Tensor:
-        ids = self._as_ids(ids)
-        if ids.numel():
-            self._check_bounds(int(ids.min()), int(ids.max()))
-        return ids
-
     def _check_bounds(self, lowest: int, highest: int) -> None:
         if lowest < 0 or highest >= self.spec.rows:
             wrong = lowest if lowest < 0 else highest
             raise ValueError(f"table {self.name!r}: row id {wrong} is outside 0 to {self.spec.rows - 1}, its rows")
-
-    def _working_set(self, ids_U: Tensor, steps: list[Tensor], grad: bool) -> WorkingSet:
-        return WorkingSet(ids_U, self._read(ids_U).requires_grad_(grad), steps, self.event, self._ticket)
-
-    def _read(self, ids_U: Tensor) -> Tensor:
-        rows_ULD = self.store.read(ids_U)
-        if self.rule.weight_decay:
-            factor_U = self.clock.decay(self._last_R.index_select(0, ids_U))
-            rows_ULD.mul_(factor_U.to(self.dtype)[:, None, None])
-        return rows_ULD
-
-    def _second_at(self, ids_U: Tensor) -> Tensor:
-        second_UL = self._second_RL.index_select(0, ids_U)
-        if self.rule.kind == "adam":
-            factor_U = self.clock.second_decay(self._last_R.index_select(0, ids_U))
-            second_UL.mul_(factor_U.to(self.dtype)[:, None])
-        return second_UL
-
-
-def _chunk_rows(spec: TableSpec) -> int:
-    return max(1, _INIT_CHUNK // (spec.lanes * spec.dim))
-
-
-def _described(tensor: Tensor) -> str:
-    return f"{list(tensor.shape)} {tensor.dtype}"
-
-
-def _signed64(value: int) -> int:
-    return (value + (1 << 63)) % (1 << 64) - (1 << 63)

@@ -142,6 +142,8 @@ def test_special_text_is_not_parsed_and_counts_no_bytes(any_tokenizer):
     assert counts.dtype == np.int32 and counts.shape == (any_tokenizer.vocab_size,)
     assert counts[any_tokenizer.bos] == 0 and (np.delete(counts, any_tokenizer.bos) > 0).all()
     assert any_tokenizer.decode([any_tokenizer.bos]) == END_OF_TEXT
+    strings = any_tokenizer.token_strings()
+    assert [0 if one is None else len(one) for one in strings] == counts.tolist() and strings[any_tokenizer.bos] is None
 
 
 def test_a_lone_surrogate_becomes_the_replacement_character(any_tokenizer):

@@ -14,14 +14,26 @@ import torch
 import mome.run
 from data.tokenizer import GPT2_VOCAB
 from mome.command import parse
-from mome.describe import byte_counts, cycle_tokens, describe, parameter_counts, ranges, tensors_of
+from mome.describe import (
+    byte_counts,
+    cycle_tokens,
+    describe,
+    kept_bytes,
+    parameter_counts,
+    ranges,
+    tables_of,
+    tensors_of,
+)
 from mome.run import build
 from optim.groups import build_optimizers, label_of
 
 TINY = ["--model.layers", "3", "--model.width", "32", "--model.heads", "2", "--row-tokens", "16", "--steps", "5"]
 TABLES = ["--memory.ngram.rows", "512", "--table.routed.rule", "sgd", "--table.ngram.rule", "adagrad"]
+STATE = ["--table.routed.rule", "momentum", "--table.ngram.rule", "factored", "--table.value.weight-decay", "0.1"]
+FORMATS = ["--table.routed.format", "bf16+16", "--table.ngram.format", "fp8", "--table.value.format", "bf16"]
 CONFIGS = {
     "all memories": ["local", *TINY, *TABLES, "--memories", "routed", "ngram", "value", "--cycle", "2"],
+    "every state": ["local", *TINY, *TABLES[:2], *STATE, *FORMATS, "--memories", "routed", "ngram", "value"],
     "no memory": ["local-dense", *TINY],
     "plain": ["docs-plain", *TINY],
 }
@@ -82,19 +94,39 @@ def test_bytes_are_those_of_the_real_parts(built):
     assert dense.state == sum(nbytes(optimizer.state_dict()["state"]) for optimizer in optimizers)
     for name, table in parts.tables.items():
         assert (counts[name].weights, counts[name].state) == (table.table_bytes(), table.state_bytes())
+        weights, kinds = kept_bytes(config, name, parts.memories[name])
+        assert kinds == table.bytes_by_kind() and weights == table.table_bytes()
+        # What the stores hold, the columns of the rule factored aside.
+        held = {key: store.nbytes for key, store in table.stores.items()}
+        assert {key: size for key, size in kinds.items() if key != "columns"} == held
+
+
+def test_the_table_of_tables_has_every_kind_of_bytes():
+    config = parse(CONFIGS["every state"]).config
+    parts = build(config, VOCAB, bos=0)
+    shapes, kept = ([line.split() for line in text.splitlines()] for text in
+                    tables_of(config, parts.memories).split("\n\n"))  # fmt: skip
+    assert [line[0] for line in shapes] == [line[0] for line in kept] == ["table", *parts.tables]
+    assert shapes[-1][-2:] == ["0.1", "retroactive"]
+    assert [line[1:3] for line in kept[1:]] == [["bf16+16", "device"], ["fp8", "device"], ["bf16", "device"]]
+    kinds = " ".join(kept[0][3:]).split("bytes of ")[1:]
+    assert {"rows", "second", "moment", "columns", "last event"} < {kind.strip() for kind in kinds}
+    for line, table in zip(kept[1:], parts.tables.values()):
+        told = {kind.strip().replace(" ", "_"): number(cell) for kind, cell in zip(kinds, line[3:])}
+        assert {kind: size for kind, size in told.items() if size} == table.bytes_by_kind()
 
 
 def test_a_working_set_is_at_most_what_is_said():
-    config = parse(
-        ["local", *TINY, "--memories", "routed", "ngram", "--cycle", "2", "--memory.ngram.rows", "99999"]
-    ).config
+    words = ["--steps", "6", "--memories", "routed", "ngram", "--cycle", "2", "--memory.ngram.rows", "99999"]
+    config = parse(["local", *TINY, *words]).config
     parts = build(config, 8192, bos=0)
     # The largest cycle: two steps of the second stage, 8 rows of 16 tokens each.
     assert cycle_tokens(config) == 2 * 8 * 16
     counts = byte_counts(config, parts.model, parts.memories)
     # Ids that are all different.
     steps = [torch.arange(128).view(8, 16), 1000 + torch.arange(128).view(8, 16)]
-    sets = parts.pull([parts.row_ids(step) for step in steps], grad=True)
+    ids = [parts.row_ids(step) for step in steps]
+    sets = {name: table.pull([step[name] for step in ids]) for name, table in parts.tables.items()}
     assert sets["routed"].rows.nbytes == counts["routed"].working_set == counts["routed"].gradients
     # Each micro-row begins without an n-gram, and few of the others collide.
     assert 0.8 * counts["ngram"].working_set < sets["ngram"].rows.nbytes <= counts["ngram"].working_set
@@ -107,6 +139,20 @@ def test_a_cycle_ends_with_its_stage_and_a_working_set_with_its_table():
     parts = build(config, 20, bos=0)
     counts = byte_counts(config, parts.model, parts.memories)
     assert counts["routed"].working_set == counts["routed"].weights
+
+
+@pytest.mark.parametrize("steps", [1, 2, 7, 24, 31])
+@pytest.mark.parametrize("cycle", [1, 2, 3, 5, 40])
+@pytest.mark.parametrize("late", [0, 1, 2, 7])
+def test_the_longest_cycle_is_that_of_all(steps, cycle, late):
+    flags = ["--cycle-late-from", "0.6"] if late else []
+    words = ["--steps", str(steps), "--cycle", str(cycle), "--cycle-late", str(late), *flags]
+    config = parse(["local", *TINY, *words]).config
+    cadence, step, most = config.make_cadence(), 0, 0
+    while step < steps:
+        first, step = cadence.cycle(step)
+        most = max(most, sum(cadence.schedule.at(one).rows * 16 for one in range(first, step)))
+    assert cycle_tokens(config) == most
 
 
 def test_the_text_is_ascii_and_its_sums_are_sums():
@@ -122,9 +168,9 @@ def test_the_text_is_ascii_and_its_sums_are_sums():
 def test_counts_of_a_result(built):
     _, parts = built
     active, memory = parameter_counts(parts.model, parts.memories)
-    rows = [one.store.rows_RLD for one in parts.tables.values()]
-    assert memory == sum(one.numel() for one in rows)
-    read = sum(part.reads * one[0].numel() for part, one in zip(parts.memories.values(), rows))
+    specs = [one.spec for one in parts.tables.values()]
+    assert memory == sum(one.rows * one.lanes * one.dim for one in specs)
+    read = sum(part.reads * one.lanes * one.dim for part, one in zip(parts.memories.values(), specs))
     assert active == sum(one.numel() for one in parts.model.parameters()) + read
 
 

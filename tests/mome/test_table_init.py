@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from mome.table.rows import RowTable, TableSpec, initial_rows
-from mome.table.store import DeviceStore
 from optim.rows import RowRule
 
 RULE = RowRule("adam", weight_decay=0.3)
@@ -79,17 +78,3 @@ def test_addresses_past_two_to_the_31_are_int64():
     for u, row in enumerate(ids.tolist()):
         for lane, d in ((0, 0), (3, 17), (7, 63)):
             assert rows[u, lane, d].item() == plain_initial(9, row * 512 + lane * 64 + d, 0.5)
-
-
-def test_a_store_past_two_to_the_31_numbers_reads_what_it_wrote():
-    """One byte a number and pages that are never touched: 2 GiB of addresses, a few pages of memory."""
-    rows = (1 << 31) // 64 + 3
-    store = DeviceStore(rows, 1, 64, torch.uint8, "cpu")
-    ids = torch.tensor([5, rows - 4, rows - 3, rows - 1])
-    values = torch.arange(4 * 64).view(4, 1, 64).to(torch.uint8)
-    store.write(ids, values)
-    assert torch.equal(store.read(ids.flip(0)), values.flip(0))
-    out = torch.empty(4, 1, 64, dtype=torch.uint8)
-    store.read(ids, out=out)
-    assert torch.equal(out, values)
-    assert store.rows_RLD.flatten()[(rows - 1) * 64 + 9] == values[3, 0, 9]

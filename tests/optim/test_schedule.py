@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from optim.schedule import Schedule, Stage, StepValues
+from optim.schedule import Cadence, Schedule, Stage, StepValues
 
 RECORD = Schedule(
     stages=(
@@ -166,3 +166,52 @@ def test_bad_stages(values, name):
 def test_no_stage():
     with pytest.raises(ValueError, match="schedule stages is "):
         Schedule((), 10, 16)
+
+
+def cycles(cadence: Cadence) -> list[tuple[int, int]]:
+    found, step = [], 0
+    while step < cadence.schedule.steps:
+        found.append(cadence.cycle(step))
+        step = found[-1][1]
+    return found
+
+
+def test_the_cadence_of_the_record():
+    ends = [end for _, end in cycles(Cadence(one_stage(400), early=2, late=4, switch=336))]
+    assert ends == [*range(2, 337, 2), *range(340, 401, 4)]
+
+
+def test_cycles_end_with_their_stage_and_at_the_switch():
+    stages = tuple(Stage(share=share, rows=1, windows=(1, 1)) for share in (5, 7))
+    schedule = Schedule(stages, 12, 8)
+    assert cycles(Cadence(schedule, 2)) == [(0, 2), (2, 4), (4, 5), (5, 6), (6, 8), (8, 10), (10, 12)]
+    assert cycles(Cadence(schedule, 4, late=2, switch=7)) == [(0, 4), (4, 5), (5, 7), (7, 9), (9, 11), (11, 12)]
+    assert cycles(Cadence(schedule, 100)) == [(0, 5), (5, 12)]
+    assert cycles(Cadence(schedule, 100, late=1, switch=11)) == [(0, 5), (5, 11), (11, 12)]
+    # A switch at the first step leaves no early part, one after the last no late part.
+    assert cycles(Cadence(schedule, 1, late=5, switch=0)) == cycles(Cadence(schedule, 5, late=1, switch=99))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=4), st.integers(1, 9), st.integers(0, 9), st.integers(0, 40))
+def test_cycles_cover_the_run_and_every_step_knows_its_own(shares, early, late, switch):
+    stages = tuple(Stage(share=share, rows=1, windows=(1, 1)) for share in shares)
+    schedule = Schedule(stages, 30, 8)
+    cadence, step = Cadence(schedule, early, late, switch), 0
+    for first, end in cycles(cadence):
+        period = late if late and first >= switch else early
+        assert first == step < end and end - first <= period
+        assert all(cadence.cycle(inner) == (first, end) for inner in range(first, end))
+        assert end <= schedule.stage_end(first) and not (late and first < switch < end)
+        # Whole, unless a stage, the switch or the run cuts it.
+        cut = {schedule.stage_start(first), schedule.stage_end(first), *((switch,) if late else ())}
+        assert end - first == period or {first, end} & cut
+        step = end
+
+
+@pytest.mark.parametrize("values", [{"early": 0}, {"early": 1, "late": -1}, {"early": 1, "switch": -1}])
+def test_a_cadence_out_of_range_is_refused(values):
+    with pytest.raises(ValueError, match="cadence"):
+        Cadence(one_stage(), **values)
+    with pytest.raises(ValueError, match="outside the schedule"):
+        Cadence(one_stage(5), 2).cycle(5)

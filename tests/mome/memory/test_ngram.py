@@ -1,4 +1,8 @@
-"""NgramMemory against loops; its ids and sums are the same in one piece, in chunks and one token at a time."""
+"""NgramMemory against loops; its ids and sums are the same in one piece, in chunks and one token at a time.
+
+Lives here: row ids and signed sums of every hash, order and head, document bounds, canonical ids, options.
+Not here: the hashes (test_hashing.py) and the folding of texts (test_canonical.py).
+"""
 
 from __future__ import annotations
 
@@ -48,30 +52,44 @@ def splitmix64(counter: int) -> int:
 
 ROW_MULTIPLIERS = {2: (36313, 27191), 3: (17351, 60961, 45259)}
 SIGN_MULTIPLIERS = {2: (48271, 30011), 3: (58699, 39779, 26801)}
+MIXED = {"hash": "mix", "orders": (2, 5), "heads": 2}
 
 
-def looked_up(before: list[int], order: int, rows: int, signs: int, cross: bool) -> tuple[int, int]:
-    """(row in the order's range, sign row) of the n-gram that ends a stream of ids."""
+def looked_up(before: list[int], order: int, head: int, cross: bool, config: NgramConfig) -> tuple[int, int]:
+    """(row in the range, sign row) of the n-gram that ends a stream of ids."""
     window = before[::-1][:order]
     short = len(window) < order or -1 in window
     if short or (not cross and BOS in window[:-1]):
-        return rows - 1, 0
-    return xor_int32(window, ROW_MULTIPLIERS[order]) % (rows - 1), xor_int32(window, SIGN_MULTIPLIERS[order]) % signs
+        return config.rows - 1, 0
+    if config.hash == "xor":
+        codes = xor_int32(window, ROW_MULTIPLIERS[order]), xor_int32(window, SIGN_MULTIPLIERS[order])
+    else:
+        mixed = 0
+        for token in window:
+            mixed = splitmix64(mixed ^ token)
+        codes = [splitmix64(mixed ^ splitmix64(order << 40 | head << 1 | signs)) for signs in (0, 1)]
+    return codes[0] % (config.rows - 1), codes[1] % config.sign_rows
 
 
 @pytest.mark.parametrize("cross", [True, False])
-@pytest.mark.parametrize("orders", [(2,), (3,), (2, 3)])
-def test_equals_loops(cross, orders, poison_empty):
-    memory = make(cross_documents=cross, orders=orders, layers=(0, 3), seed=5).double()
+@pytest.mark.parametrize(
+    "options", [{"orders": (2,)}, {"orders": (3,)}, {}, MIXED, {"hash": "mix", "orders": (2, 3, 8)}]
+)
+def test_equals_loops(cross, options, poison_empty):
+    memory = make(cross_documents=cross, layers=(0, 3), seed=5, **options).double()
+    config, orders = memory.config, memory.config.orders
+    reads = [(order, head) for order in orders for head in range(config.heads)]
     memory.scale.data.uniform_(0.5, 2)
     for gate in memory.gate:
         gate.data.normal_()
-    assert memory.history == max(orders) - 1 and memory.reads == len(orders)
+    assert memory.history == max(orders) - 1 and memory.reads == len(reads) and memory.spec.rows == 101 * len(reads)
     tokens_BT = torch.randint(50_000, (2, 23))
     tokens_BT[0, [0, 1, 7, 12]] = BOS
-    history_BH = torch.tensor([[-1, BOS], [9, 40_000]])[:, 2 - memory.history :]
+    history_BH = torch.randint(50_000, (2, 7))
+    history_BH[0, :-1], history_BH[0, -1], history_BH[1, 2] = -1, BOS, BOS
+    history_BH = history_BH[:, 7 - memory.history :]
     ids = memory.row_ids(tokens_BT, history_BH)
-    rows = torch.randn(2, 23, len(orders), 1, 10, dtype=torch.float64, requires_grad=True)
+    rows = torch.randn(2, 23, len(reads), 1, 10, dtype=torch.float64, requires_grad=True)
     payload = memory.prepare(rows, tokens_BT, history_BH)
     site = Point(torch.randn(2, 23, 10, dtype=torch.float64), torch.randn(2, 23, 10, dtype=torch.float64))
     deltas = [memory.read(layer, payload, site) for layer in (0, 3)]
@@ -79,8 +97,8 @@ def test_equals_loops(cross, orders, poison_empty):
         for t in range(23):
             stream = history_BH[b].tolist() + tokens_BT[b, : t + 1].tolist()
             total = torch.zeros(10, dtype=torch.float64)
-            for read, order in enumerate(orders):
-                row, sign = looked_up(stream, order, 101, 64, cross)
+            for read, (order, head) in enumerate(reads):
+                row, sign = looked_up(stream, order, head, cross, config)
                 assert ids[b, t, read] == row + 101 * read
                 total += rows[b, t, read, 0] * memory.signs_SD[sign]
             for index, delta in enumerate(deltas):
@@ -92,21 +110,21 @@ def test_equals_loops(cross, orders, poison_empty):
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.booleans(), st.integers(0, 2**31), st.lists(st.integers(0, 14), max_size=4))
-def test_pieces_equal_the_whole(cross, seed, cuts):
-    memory = make(cross_documents=cross, rows=1009).double()
+@given(st.booleans(), st.sampled_from([{}, MIXED]), st.integers(0, 2**31), st.lists(st.integers(0, 14), max_size=4))
+def test_pieces_equal_the_whole(cross, options, seed, cuts):
+    memory = make(cross_documents=cross, rows=1009, **options).double()
     generator = torch.Generator().manual_seed(seed)
     tokens_BT = torch.randint(8, (2, 14), generator=generator)  # BOS is frequent among 8 ids
     whole = memory.row_ids(tokens_BT, None)
-    rows = torch.randn(2, 14, 2, 1, 10, generator=generator, dtype=torch.float64)
+    rows = torch.randn(2, 14, memory.reads, 1, 10, generator=generator, dtype=torch.float64)
     payload = memory.prepare(rows, tokens_BT, None)
     for bounds in ([0, *sorted(cuts), 14], list(range(15))):
-        history_BH = torch.full((2, 2), -1)
+        history_BH = torch.full((2, memory.history), -1)
         for start, end in pairwise(bounds):
             piece = tokens_BT[:, start:end]
             assert torch.equal(memory.row_ids(piece, history_BH), whole[:, start:end])
             assert torch.equal(memory.prepare(rows[:, start:end], piece, history_BH), payload[:, start:end])
-            history_BH = torch.cat([history_BH, piece], dim=1)[:, -2:]
+            history_BH = torch.cat([history_BH, piece], dim=1)[:, -memory.history :]
 
 
 def test_reserved_rows():
@@ -171,10 +189,77 @@ def test_gates_look_at_h():
     assert torch.equal(memory.read(1, payload, Point(x, h)), memory.read(1, payload, Point(x + 1, h)))
 
 
+def with_strings(strings: list[bytes | None], **options) -> NgramMemory:
+    shape = ModelShape(4, 10, 2, 5, len(strings), BOS, token_strings=strings)
+    config = NgramConfig(rows=1009, sign_rows=64, gate_channels=4, canonical=True, **options)
+    return NgramMemory(config, shape, 0)
+
+
+@pytest.mark.parametrize("options", [{}, MIXED])
+def test_canonical_tokens_hash_as_their_class(options):
+    strings = [b"the", b" The", b"a", None, b"THE", b" A", b"\xc3", b"\xc3", b"x"]
+    memory, plain = with_strings(strings, **options), make(rows=1009, **options)
+    assert memory.canonical_V.tolist() == [0, 0, 2, 3, 0, 2, 6, 6, 8]
+    tokens_BT = torch.randint(len(strings), (3, 40))
+    history_BH = torch.randint(-1, len(strings), (3, memory.history))
+    folded = memory.canonical_V[tokens_BT], torch.where(history_BH < 0, -1, memory.canonical_V[history_BH.clamp(min=0)])
+    rows = torch.randn(3, 40, memory.reads, 1, 10)
+    for before in (None, history_BH):
+        told = (folded[0], None if before is None else folded[1])
+        assert torch.equal(memory.row_ids(tokens_BT, before), plain.row_ids(*told))
+        assert torch.equal(memory.prepare(rows, tokens_BT, before), plain.prepare(rows, *told))
+    assert not torch.equal(memory.row_ids(tokens_BT, None), plain.row_ids(tokens_BT, None))
+    assert "canonical_V" not in plain.state_dict()
+
+
+def test_a_document_starts_at_its_raw_token():
+    """Even where the start token folds with a token of text, that one starts nothing."""
+    strings = [b"a", b"x", b"b", b" X"]
+    memory = with_strings(strings, cross_documents=False, orders=(2,))
+    assert memory.canonical_V.tolist() == [0, 1, 2, 1] and BOS == 3
+    ids = memory.row_ids(torch.tensor([[0, 3, 2, 1, 2]]), None)[0, :, 0]
+    assert (ids == 1008).tolist() == [True, True, False, False, False]
+    assert ids[2] == ids[4]
+
+
+def test_canonical_ids_are_saved_and_loaded():
+    strings = [b"a", b" A", b"b", None]
+    trained, tokens_BT = with_strings(strings), torch.tensor([[0, 1, 2, 1, 0]])
+    read = NgramMemory(trained.config, ModelShape(4, 10, 2, 5, len(strings), BOS), 0)
+    with pytest.raises(ValueError, match="canonical ids of ngram are unknown"):
+        read.row_ids(tokens_BT, None)
+    read.load_state_dict(trained.state_dict())
+    assert torch.equal(read.row_ids(tokens_BT, None), trained.row_ids(tokens_BT, None))
+    with torch.device("meta"):
+        assert NgramMemory(trained.config, ModelShape(4, 10, 2, 5, 4, BOS), 0).canonical_V.shape == (4,)
+
+
+def test_rows_that_the_hash_uses_badly_are_warned_of():
+    assert make().warnings == ()
+    (line,) = make(rows=3 * 36313 + 1).warnings
+    assert "multiple of 36313" in line
+    assert make(rows=3 * 36313 + 1, hash="mix").warnings == ()
+
+
+def test_a_table_beyond_32_bits():
+    memory = make(rows=1 << 40, hash="mix", orders=(2, 3))
+    ids = memory.row_ids(torch.randint(50_000, (1, 100)), None)[0, 2:]
+    assert memory.spec.rows == 1 << 41 and int((ids[:, 0] >> 32).max()) > 0
+    assert bool((ids[:, 1] >= 1 << 40).all()) and int(ids.max()) < 1 << 41
+    with pytest.raises(ValueError, match="int64"):
+        make(rows=1 << 61, hash="mix", orders=(2, 3, 4, 5))
+
+
 @pytest.mark.parametrize(
-    ("option", "value"),
-    [("rows", 1), ("orders", ()), ("orders", (4,)), ("orders", (3, 2)), ("orders", (2, 2)), ("sign_rows", -1)],
-)
-def test_refused(option, value):
-    with pytest.raises(UserError, match=rf"--memory\.ngram\.{option.replace('_', '-')}"):
-        make(**{option: value})
+    ("option", "value", "others"),
+    [
+        ("rows", 1, {}), ("rows", 1, {"hash": "mix"}), ("rows", 1 << 31, {}), ("rows", (1 << 62) + 1, {"hash": "mix"}),
+        ("orders", (), {}), ("orders", (4,), {}), ("orders", (3, 2), {}), ("orders", (2, 2), {"hash": "mix"}),
+        ("orders", (1, 2), {"hash": "mix"}), ("orders", (9,), {"hash": "mix"}), ("sign_rows", -1, {}),
+        ("sign_rows", 1 << 31, {}), ("hash", "sum", {}), ("heads", 0, {"hash": "mix"}), ("heads", 2, {}),
+    ],
+)  # fmt: skip
+def test_refused(option, value, others):
+    with pytest.raises(UserError, match=rf"^--memory\.ngram\.{option.replace('_', '-')} .*: ") as caught:
+        make(**{option: value}, **others)
+    assert "\n" not in str(caught.value)

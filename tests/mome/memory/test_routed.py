@@ -13,6 +13,7 @@ from torch import Tensor
 from mome.errors import UserError
 from mome.memory import ModelShape
 from mome.memory.routed import RoutedConfig, RoutedMemory, select, slot_weights, tie_order
+from mome.table.hashing import hash_ngrams
 
 SHAPE = ModelShape(layers=5, width=12, heads=3, head_dim=5, vocab_size=17, bos=0)
 
@@ -301,12 +302,14 @@ def test_routes_look_at_h_and_with_value_routers_at_x():
         assert (same_h, same_x) == ((False, True) if router_input == "hidden" else (True, False))
 
 
-def test_bigram_rows_in_pieces_equal_the_whole():
-    memory = fill(make(index="bigram", bigram_rows=29, slots=4))
+@pytest.mark.parametrize("kind", ["xor", "mix"])
+def test_bigram_rows_in_pieces_equal_the_whole(kind):
+    memory = fill(make(index="bigram", bigram_rows=29, slots=4, hash=kind))
     tokens_BT, rows, site = inputs(memory, 2, 9)
     assert memory.history == 1
+    ids = hash_ngrams(tokens_BT, None, (2,), 29, kind)
     whole_ids, whole = memory.row_ids(tokens_BT, None), memory.read(2, memory.prepare(rows, tokens_BT, None), site)
-    assert (whole_ids[:, 0] == 28).all() and (whole_ids[:, 1:] < 28).all()
+    assert torch.equal(whole_ids, ids) and (whole_ids[:, 0] == 28).all() and (whole_ids[:, 1:] < 28).all()
     for bounds in ([0, 4, 9], list(range(10))):
         history_BH = torch.full((2, 1), -1)
         for start, end in pairwise(bounds):
@@ -343,6 +346,9 @@ def test_routing_is_done_in_float32_or_more(poison_empty):
         ("index", {"index": "trigram"}),
         ("bigram-rows", {"index": "bigram"}),
         ("bigram-rows", {"bigram_rows": 100}),
+        ("bigram-rows", {"index": "bigram", "bigram_rows": 1 << 31}),
+        ("hash", {"hash": "mix"}),
+        ("hash", {"hash": "sum", "index": "bigram", "bigram_rows": 100}),
         ("weights", {"weights": "relu"}),
         ("router-input", {"router_input": "query"}),
         ("router-std", {"router_std": -0.1}),
