@@ -18,7 +18,6 @@ os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 import contextlib
 import io
 import math
-import resource
 import shutil
 import signal
 import sys
@@ -47,6 +46,7 @@ from mome.run import Corpus, Parts, build, load_model, open_corpus, pick_device,
 from mome.runfolder import RunFolder, environment
 from mome.table.parts import load_parts, state_parts
 from mome.tools.report import write_report
+from mome.usage import peak_bytes, process_bytes
 from optim.groups import build_optimizers, set_schedule
 from optim.groups import describe as describe_groups
 
@@ -282,9 +282,11 @@ def timed_step(training: Training, reporter: Reporter) -> dict[str, Any]:
     taken = now_on(training.device) - started
     training.seconds += taken
     reporter.step(training.step, nats, (training.tokens - before) / taken, rows)
+    in_files = any(table.place == "file" for table in training.parts.tables.values())
     return {
         "step": training.step, "loss": nats, "grad_norm": norm, "lr": training.schedule.at(training.step - 1).lr,
         "tokens": training.tokens, "seconds": training.seconds, "rows_touched": rows, "bytes_sent": 0,
+        **process_bytes(disk=in_files),
     }  # fmt: skip
 
 
@@ -349,13 +351,6 @@ def write_sample(training: Training, folder: RunFolder) -> None:
     text = tokenizer.decode(list(drawn))
     write_atomic(folder.path / "sample.txt", text + "\n")
     print(f"sample:\n{text}")
-
-
-def peak_bytes(device: torch.device) -> int:
-    """The most memory held: on the GPU when there is one, else resident in this process (Linux counts KiB)."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def main(words: list[str]) -> int:

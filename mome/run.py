@@ -28,7 +28,7 @@ from mome.memory import MEMORIES, Memory, ModelShape
 from mome.plain import PlainGPT
 from mome.runfolder import RunFolder
 from mome.table.file import FileTable, saved_table
-from mome.table.rows import RowTable, bytes_by_kind
+from mome.table.rows import RowTable
 from mome.table.working import WorkingSet
 from optim.schedule import Schedule
 
@@ -180,12 +180,8 @@ def build(
             tables[name] = RowTable(
                 memory.spec, own.row_rule(), seed=config.seed, device=device, name=name, format=own.format, **where
             )
-        except RuntimeError as error:
-            gigabytes = 1e-9 * sum(bytes_by_kind(memory.spec, own.row_rule(), own.format).values())
-            raise UserError(
-                f"table {name} takes {gigabytes:,.1f} GB, more than {device} has; give it fewer rows, or --table."
-                f"{name}.place host or file"
-            ) from error
+        except ValueError as error:
+            raise UserError(f"table {name}: {error}; --table.{name}.format, --table.{name}.place") from error
     return Parts(model.to(device), memories, tables)
 
 

@@ -23,7 +23,7 @@ FLOORS = (
     "kernels",
     "optim | data",
     "mome.errors | mome.files",
-    "mome.table | mome.loss | mome.progress | mome.options",
+    "mome.table | mome.loss | mome.progress | mome.options | mome.usage",
     "mome.memory | mome.gpt + mome.plain",
     "mome.config",
     "mome.presets | mome.checkpoint | mome.runfolder",

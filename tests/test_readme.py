@@ -102,6 +102,13 @@ def test_every_command_is_tried(place):
             assert done.returncode == 1 and done.stderr.count("\n") == 1
         elif words[:4] == ["python", "-m", "mome", "compare"]:
             continue  # tests/tools/test_export.py compares with the real trainer
+        elif words[:4] == ["python", "-m", "mome", "scaling"]:
+            continue  # tests/tools/test_scaling.py has runs of several sizes
+        elif words[:4] == ["python", "-m", "mome", "collisions"]:
+            given = dict(zip(corpus[::2], corpus[1::2]))
+            works([*words, "--train-glob", given["--train-glob"], "--tokenizer", given["--tokenizer"]], folder)
+        elif words[:4] == ["python", "-m", "mome", "bench"]:
+            works([*words, "--steps", "2"], folder)
         elif words[1] == "train_gpt.py" and words[2] == "docs":
             tokenizer = ["--tokenizer", str(folder / "gpt2.json")]
             works([*words, *tokenizer, *TINY, *MEMORY], folder)

@@ -92,9 +92,10 @@ def run(words: list[str], module: list[str] | None = None) -> tuple[int, str, st
 
 
 def metrics(folder: Path) -> list[dict]:
-    """Lines of metrics without their clock."""
+    """Lines of metrics without their clock and the memory and bytes of their process."""
+    left_out = ("seconds", "resident_bytes", "read_bytes", "written_bytes")
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in line.items() if key != "seconds"} for line in lines]
+    return [{key: value for key, value in line.items() if key not in left_out} for line in lines]
 
 
 def only_run(runs: Path) -> Path:

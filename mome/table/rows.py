@@ -217,7 +217,7 @@ class RowTable:
         planes = {}
         for key, (tail, kind) in self.kept.items():
             planes[key] = self._buffers.take((len(plan.ids), *tail), kind)
-            self.stores[key].read(plan.ids, planes[key].tensor)
+            self._read(key, plan.ids, planes[key].tensor)
         return RawRows(plan, planes, event, age)
 
     def pull(self, steps: Sequence[Tensor], *, grad: bool = True) -> WorkingSet:
@@ -400,7 +400,14 @@ class RowTable:
         if len(where_S):
             ids_S = ids_U[where_S]
             for key, plane in planes.items():
-                plane[where_S] = self.stores[key].read(ids_S)
+                plane[where_S] = self._read(key, ids_S, torch.empty_like(plane[: len(ids_S)]))
+
+    def _read(self, key: str, ids_U: Tensor, out: Tensor) -> Tensor:
+        """One plane of these rows, into out."""
+        if self.place == "file" and out.device.type != "cpu":
+            # Files are read to the host.
+            return out.copy_(self.stores[key].read(ids_U))
+        return self.stores[key].read(ids_U, out)
 
     def _read_state(self, key: str, ids: Tensor) -> Tensor:
         if key not in self.kept:

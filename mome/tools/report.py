@@ -1,4 +1,4 @@
-"""python -m mome report RUN...: what a run was and what came out of it, as loss.png and one self-contained page.
+"""python -m mome report RUN...: what a run was, cost and came to, as loss.png, cost.png and one self-contained page.
 
 Lives here: the page's sections for one run and for several side by side, and the command.
 Not here: reading folders (runs.py), drawing (plots.py), markup and style (page.py).
@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import tyro
 
 from mome.errors import UserError
 from mome.files import write_atomic
 from mome.options import parse
 from mome.tools.page import Html, bar, element, page, pairs, picture, section, shown, table
-from mome.tools.plots import Line, loss_figure
+from mome.tools.plots import Cost, Line, cost_figure, loss_figure
 from mome.tools.runs import Points, Run, flatten, labels, number, points, read_run, smooth
 
 SPAN = 1 / 25  # a training loss is averaged over this share of the run
@@ -45,7 +46,8 @@ KNOCKOUTS = {
 
 
 def write_report(folder: Path) -> Path:
-    """Write loss.png and report.html into one run folder, finished or not, and return the page's path.
+    """Write loss.png, cost.png and report.html into one run folder, finished or not; returns the page's path. Where no
+    step has a time there is no cost.png.
 
     Errors: UserError when it is no run folder, OSError when it cannot be written.
     """
@@ -57,6 +59,14 @@ def _write(runs: Sequence[Run], out: Path) -> Path:
     lines = [curves(run, name) for run, name in zip(runs, names)]
     light, dark = (loss_figure(lines, theme) for theme in ("light", "dark"))
     figure = section("Loss", picture(light, dark, "loss against tokens and against time of training"))
+    costs = [cost(run, name) for run, name in zip(runs, names)]
+    timed = any(np.isfinite(each.ms).any() for each in costs)
+    if timed:
+        images = [cost_figure(costs, theme) for theme in ("light", "dark")]
+        said = [element("p", words, cls="soft small") for words in map(_moved, runs, names if len(runs) > 1 else [""])]
+        drawn = picture(*images, "time of a step, memory and what was read from the disk, over the steps")
+        figure = Html(figure + section("Cost of a step", drawn, *said))
+        write_atomic(out / "cost.png", images[0])
     one = len(runs) == 1
     title = runs[0].name if one else f"{len(runs)} runs compared"
     body = _one(runs[0], figure) if one else _several(runs, names, figure)
@@ -73,6 +83,53 @@ def curves(run: Run, label: str) -> Line:
     final = number(run.result.get("val_loss"))
     label = label if math.isnan(final) else f"{label}: {final:.4f}"
     return Line(label, Points(train.steps, train.tokens, train.seconds, smoothed), val)
+
+
+def cost(run: Run, label: str) -> Cost:
+    """What each step of a run cost, as its lines of metrics tell; its typical time is named in the label."""
+    steps, seconds, resident = (_column(run, key) for key in ("step", "seconds", "resident_bytes"))
+    ms = 1000 * np.diff(seconds, prepend=0.0)
+    # Lines that are lost leave a gap, and a time over it is not one step's.
+    ms[(np.diff(steps, prepend=0.0) != 1) | (ms < 0)] = math.nan
+    typical = number(run.result.get("step_ms"))
+    label = label if math.isnan(typical) else f"{label}: {typical:,.1f} ms"
+    return Cost(label, steps, ms, running_median(ms, len(ms) * SPAN), resident, in_all(_column(run, "read_bytes")))
+
+
+def _column(run: Run, key: str) -> np.ndarray:
+    return np.array([number(line.get(key)) for line in run.lines], dtype=np.float64)
+
+
+def running_median(values: np.ndarray, span: float) -> np.ndarray:
+    """Median of about `span` values around each, of three at least; at the ends, of the outermost so many. Values that
+    are not finite count nothing: where there are no others it is NaN."""
+    half = max(1, int(span / 2))
+    firsts = [max(0, min(i - half, len(values) - 2 * half - 1)) for i in range(len(values))]
+    windows = [values[first : first + 2 * half + 1] for first in firsts]
+    finite = [window[np.isfinite(window)] for window in windows]
+    return np.array([np.median(window) if len(window) else math.nan for window in finite], dtype=np.float64)
+
+
+def in_all(counter: np.ndarray) -> np.ndarray:
+    """A process' own counter as one over all processes of a run: where it falls, the run was gone on with by another,
+    which counts from 0. NaN stays NaN."""
+    total, known = np.full(len(counter), math.nan), np.isfinite(counter)
+    grown = np.diff(counter[known], prepend=0.0)
+    total[known] = np.cumsum(np.where(grown < 0, counter[known], grown))
+    return total
+
+
+def _moved(run: Run, name: str) -> str:
+    """The most memory that lay in RAM after a step, and what went between files and the disk, in words."""
+    most = {"resident": _column(run, "resident_bytes")}
+    most |= {key: in_all(_column(run, f"{key}_bytes")) for key in ("read", "written")}
+    known = {key: measured("peak_bytes", np.nanmax(x)) for key, x in most.items() if np.isfinite(x).any()}
+    whose = f"{name}: " if name else ""
+    if "resident" not in known:
+        return f"{whose}Memory and disk were not recorded."
+    disk = " and ".join(f"{known[key]} {key}" for key in ("read", "written") if key in known)
+    moved = f"; from and to the disk, since the run began: {disk}" if disk else ""
+    return f"{whose}After a step at most {known['resident']} lay in RAM, anonymous and mapped from files{moved}."
 
 
 def _one(run: Run, figure: Html) -> list[Html]:
@@ -258,7 +315,7 @@ def _settings(title: str, settings: Sequence[Mapping[str, Any]], names: Sequence
 
 @dataclass(frozen=True)
 class Options:
-    """Write loss.png and report.html for a run, or for several runs side by side."""
+    """Write loss.png, cost.png and report.html for a run, or for several runs side by side."""
 
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
     """Run folders, finished or not."""
