@@ -21,6 +21,7 @@ TOOLS: dict[str, tuple[str, str]] = {
     "report": ("mome.tools.report", "loss.png and report.html of one run, or of several side by side"),
     "export": ("mome.tools.export", "write a run's model as safetensors with its config and tokenizer"),
     "compare": ("mome.tools.compare", "train arms over paired seeds and test their differences"),
+    "scaling": ("mome.tools.scaling", "loss and time against a setting, over paired seeds, fitted and plotted"),
     "collisions": ("mome.tools.collisions", "what a hashed table of n-grams does to a corpus, before training"),
     "bench": ("mome.tools.bench", "how fast tables and hashes are, against their peers, in one run"),
 }

@@ -23,6 +23,7 @@ def state_parts(table: RowTable, part_bytes: int = PART_BYTES) -> Iterator[dict[
     The first has the clock's sums too, and `columns` where the rule keeps them. A cycle in progress is the caller's to
     save: ws.ids and ws.rows.grad.
     """
+    table.refuse_broken()
     ids_U = table.touched_ids()
     whole = dict(table.clock.state_dict())
     if table.columns_LD is not None:

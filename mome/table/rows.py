@@ -211,7 +211,7 @@ class RowTable:
 
     def fetch(self, plan: IdPlan) -> RawRows:
         """The raw planes of these rows. Writes nothing; may run in a thread beside push, which `take` mends."""
-        self._refuse_broken()
+        self.refuse_broken()
         # Before reading: a push that ends meanwhile counts as one since the fetch.
         event, age = self._done, self._age
         planes = {}
@@ -230,7 +230,7 @@ class RowTable:
 
         Rows pushed since the fetch are read again, so that the result does not depend on when the fetch was.
         """
-        self._refuse_broken()
+        self.refuse_broken()
         if raw.age != self._age:
             raise ValueError(f"table {self.name!r}: these rows were fetched before the table was loaded: fetch again")
         ids_U = raw.plan.ids
@@ -300,7 +300,7 @@ class RowTable:
         another table, or without grad; for a gradient that is not finite or whose square overflows; for what
         RowClock.extend refuses. Raises OSError when a file can't be written: then the table refuses to go on.
         """
-        self._refuse_broken()
+        self.refuse_broken()
         if ws.ticket is not self._ticket:
             raise ValueError(
                 f"table {self.name!r}: this working set was pulled at event {ws.event}, and the table has changed "
@@ -416,7 +416,8 @@ class RowTable:
         slots = ws.slots(0)
         return gather_rows(ws.state[key], slots.flatten()).view(*slots.shape, *ws.state[key].shape[1:])
 
-    def _refuse_broken(self) -> None:
+    def refuse_broken(self) -> None:
+        """Raise ValueError if the rows are of no use: a write or a load that ended half way."""
         if self.broken:
             raise ValueError(f"table {self.name!r}: {self.broken}; resume from the last checkpoint")
 

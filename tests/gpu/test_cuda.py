@@ -18,10 +18,12 @@ from kernels.cross_entropy import chunked_cross_entropy_sum, cross_entropy_refer
 from mome.gpt import GPT, ModelConfig
 from mome.loss import cross_entropy
 from mome.memory import MEMORIES, ModelShape
-from mome.run import Parts, gather
+from mome.run import Parts
+from mome.table.parts import state_parts
 from mome.table.rows import RowTable, TableSpec
 from optim.groups import OptimConfig, build_optimizers
 from optim.rows import RowRule
+from tests.trained import rows_of
 
 DEVICE = "cuda"
 NO_CUDA = "needs a CUDA device: run tests/gpu/check.sh on a machine that has one"
@@ -66,9 +68,9 @@ def step(parts: Parts, data: tuple[Tensor, Tensor, Tensor], device: str, dtype: 
     """Forward and backward: loss in nats a token, hidden states, and the working sets with their gradients."""
     tokens_BT, targets_BT, docs_BT = (one.to(device) for one in data)
     ids = parts.row_ids(tokens_BT)
-    sets = parts.pull([ids], grad=True)
+    sets = {name: table.pull([ids[name]]) for name, table in parts.tables.items()}
     parts.model.compute_dtype = dtype
-    payloads = parts.payloads(gather(sets, ids, dtype), tokens_BT)
+    payloads = parts.payloads({name: one.gather(0).to(dtype) for name, one in sets.items()}, tokens_BT)
     hidden_BTD = parts.model(tokens_BT, docs_BT, payloads, windows=WINDOWS)
     loss = cross_entropy(
         hidden_BTD, parts.model.head, targets_BT, softcap=parts.model.softcap, scale=1 / targets_BT.numel()
@@ -128,7 +130,7 @@ def test_cross_entropy(dtype, softcap):
         assert distance(value, exact) <= distance(naive, exact) + slack
 
 
-@pytest.mark.parametrize("kind", ["adam", "adagrad", "sgd"])
+@pytest.mark.parametrize("kind", ["adam", "adagrad", "sgd", "momentum", "factored"])
 def test_table(kind):
     """Five cycles with overlapping rows, gaps, a schedule and decay: rows, state and clock are the CPU's."""
     spec = TableSpec(rows=200, lanes=3, dim=16, init=0.5)
@@ -144,9 +146,9 @@ def test_table(kind):
             for place, grad in enumerate(grads):
                 ws.gather(place).backward(grad.to(table.device))
             assert table.push(ws, 0.1 / (event + 1)) == len(ws.ids)
-        one, other = (table.state_dict() for table in tables)
-        assert other["rows"].device.type == DEVICE
-        assert_close({key: value.cpu() for key, value in other.items()}, one, rtol=1e-12, atol=1e-12)
+        assert tables[1].stores["rows"].memory.device.type == DEVICE
+        (one,), (other,) = (list(state_parts(table)) for table in tables)
+        assert_close(other, one, rtol=1e-12, atol=1e-12)
     with pytest.raises(ValueError, match="200"):
         tables[1].pull([torch.tensor([3, 200], device=DEVICE)])
 
@@ -163,7 +165,7 @@ def test_model_in_float64_equals_the_cpu():
         found |= {f"rows of {name}": ws.rows.grad.clone() for name, ws in sets.items()}
         for name, table in parts.tables.items():
             table.push(sets[name], 0.05)
-            found[f"table {name}"] = table.state_dict()["rows"]
+            found[f"table {name}"] = table.read_rows(torch.arange(table.spec.rows, device=device))
         sides.append({name: value.detach().cpu() for name, value in found.items()})
     assert float(sides[0]["rows of routed"].abs().sum()) > 0
     assert_close(sides[1], sides[0], rtol=1e-9, atol=1e-11)
@@ -201,8 +203,7 @@ def test_pieces_equal_the_whole():
     def forward(first: int, last: int, state=None) -> Tensor:
         piece_BT = tokens_BT[:, first:last]
         history_BH = torch.cat([tokens_BT.new_full((2, 2), -1), tokens_BT[:, :first]], 1)
-        ids = parts.row_ids(piece_BT, history_BH)
-        rows = gather(parts.pull([ids], grad=False), ids, torch.float64)
+        rows = rows_of(parts, piece_BT, history_BH)
         payloads = parts.payloads(rows, piece_BT, history_BH)
         return parts.model(piece_BT, docs_BT[:, first:last], payloads, windows=WINDOWS, state=state)
 

@@ -11,7 +11,7 @@ from mome.errors import UserError
 
 def save(folder, step):
     return checkpoint.save(
-        folder, step, {"step": step}, {"model": {"w": torch.full((3,), float(step))}}, [{"lr": step}]
+        folder, step, {"step": step}, [("model", {"w": torch.full((3,), float(step))})], [{"lr": step}]
     )
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mome.command import parse
 from mome.generate import Decoder, generate
 from mome.loss import head_logits
-from mome.run import build, gather
+from tests.trained import rows_of, trained_like
 
 WINDOWS = (3, 9)
 BOS = 0
@@ -32,24 +31,9 @@ CASES = {
 }
 
 
-def trained_like(words):
-    """Parts in float64 with every parameter and row away from its initial value, so that each one counts."""
-    config = parse(["local", *SHAPES, *words]).config
-    parts = build(config, 40, BOS)
-    parts.model.double()
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for parameter in parts.model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.3)
-        for table in parts.tables.values():
-            table.store.rows_RLD.add_(torch.randn_like(table.store.rows_RLD))
-    return parts
-
-
 def whole(parts, tokens_BT):
     docs_BT = (tokens_BT == BOS).cumsum(1).int()
-    ids = parts.row_ids(tokens_BT)
-    rows = gather(parts.pull([ids], grad=False), ids, torch.float64)
+    rows = rows_of(parts, tokens_BT)
     hidden_BTD = parts.model(tokens_BT, docs_BT, parts.payloads(rows, tokens_BT), windows=WINDOWS)
     return head_logits(hidden_BTD[0], parts.model.head, softcap=True)
 
@@ -57,7 +41,7 @@ def whole(parts, tokens_BT):
 @pytest.mark.parametrize("words", CASES.values(), ids=CASES)
 @torch.no_grad()
 def test_pieces_equal_the_whole(words):
-    parts = trained_like(words)
+    parts = trained_like(["local", *SHAPES, *words], 40, BOS)
     torch.manual_seed(2)
     tokens_BT = torch.randint(1, 40, (1, 29))
     tokens_BT[0, [0, 7, 8, 20]] = BOS
@@ -72,7 +56,7 @@ def test_pieces_equal_the_whole(words):
 def test_every_memory_counts_in_these_cases():
     tokens_BT = torch.arange(1, 20).unsqueeze(0)
     for words in CASES.values():
-        parts = trained_like(words)
+        parts = trained_like(["local", *SHAPES, *words], 40, BOS)
         full = whole(parts, tokens_BT)
         for name in list(parts.memories):
             off = dict(parts.memories)
@@ -82,7 +66,7 @@ def test_every_memory_counts_in_these_cases():
 
 
 def test_greedy_sampling_equals_uncached_argmax():
-    parts = trained_like(CASES["all"])
+    parts = trained_like(["local", *SHAPES, *CASES["all"]], 40, BOS)
     drawn = list(generate(parts, [3, 5], 12, WINDOWS, BOS, temperature=0, dtype=torch.float64))
     ids = [BOS, 3, 5]
     with torch.no_grad():

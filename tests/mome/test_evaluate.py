@@ -10,10 +10,10 @@ import torch
 
 from data.loader import validation_rows
 from data.shards import Shard, write_shard
-from mome.command import parse
 from mome.evaluate import evaluate, knock_out, knockouts
 from mome.loss import head_logits
-from mome.run import build, gather
+from mome.table.parts import state_parts
+from tests.trained import rows_of, trained_like
 
 V, BOS, T, WINDOWS = 40, 0, 16, (3, 9)
 WORDS = ["local", "--memories", "routed", "ngram", "--model.layers", "2", "--model.width", "32", "--model.heads", "2"]
@@ -32,15 +32,7 @@ def shard(tmp_path):
 
 @pytest.fixture
 def parts():
-    made = build(parse(WORDS).config, V, BOS)
-    made.model.double()
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for parameter in made.model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.3)
-        for table in made.tables.values():
-            table.store.rows_RLD.add_(torch.randn_like(table.store.rows_RLD))
-    return made
+    return trained_like(WORDS, V, BOS)
 
 
 def score(parts, shard, **options):
@@ -52,9 +44,8 @@ def score(parts, shard, **options):
 def test_nats_and_bits_equal_a_loop(parts, shard):
     nats = text_nats = tokens = text_bytes = 0
     for batch in validation_rows([shard], T, None, BOS):
-        ids = parts.row_ids(batch.tokens)
-        sets = parts.pull([ids], grad=False)
-        hidden = parts.forward(sets, ids, batch.tokens, batch.docs, windows=WINDOWS, dtype=torch.float64)
+        sets, slots = parts.read(batch.tokens)
+        hidden = parts.forward(sets, slots, batch.tokens, batch.docs, windows=WINDOWS, dtype=torch.float64)
         logits = head_logits(hidden[0], parts.model.head, softcap=True)
         for place, target in enumerate(batch.targets[0].tolist()):
             if target < 0:
@@ -82,18 +73,18 @@ def test_no_bytes_no_bits(parts, shard):
 
 
 def test_every_knock_out_differs_and_evaluation_is_pure(parts, shard):
-    before = {name: table.store.rows_RLD.clone() for name, table in parts.tables.items()}
+    before = {name: list(state_parts(table)) for name, table in parts.tables.items()}
     losses = {name: score(parts, shard, knockout=name).val_loss for name in knockouts(parts)}
     assert len(set(losses.values())) == len(losses) == 7
     assert losses == {name: score(parts, shard, knockout=name).val_loss for name in knockouts(parts)}
     for name, table in parts.tables.items():
-        assert torch.equal(table.store.rows_RLD, before[name]) and table.event == 0
+        (one,), (other,) = before[name], state_parts(table)
+        assert all(torch.equal(one[key], other[key]) for key in one)
 
 
 def test_rows_put_in_the_place_of_others(parts):
     tokens = torch.randint(1, V, (2, T))
-    ids = parts.row_ids(tokens)
-    rows = gather(parts.pull([ids], grad=False), ids, torch.float64)
+    rows = rows_of(parts, tokens)
     generator = torch.Generator().manual_seed(0)
     assert knock_out(rows, "off", generator) == {}
     assert list(knock_out(rows, "off:ngram", generator)) == ["routed"]

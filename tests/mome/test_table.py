@@ -1,4 +1,8 @@
-"""RowTable and WorkingSet: purity, refusals, checkpoints, order, repeats and sizes."""
+"""RowTable: purity, refusals, restoring a cycle, order, repeats and sizes.
+
+Not here: dense equality (test_table_exact.py), the working set's memory (test_working.py), checkpoints (test_parts.py),
+formats, places and look-ahead (test_table_forms.py).
+"""
 
 from __future__ import annotations
 
@@ -7,10 +11,10 @@ import math
 import pytest
 import torch
 
+from mome.table.parts import load_parts, state_parts
 from mome.table.rows import RowTable, TableSpec
-from optim.rows import RowRule
+from optim.rows import KINDS, RowRule
 
-KINDS = ["adam", "adagrad", "sgd"]
 SPEC = TableSpec(rows=50, lanes=3, dim=4, init=0.3)
 
 
@@ -19,7 +23,8 @@ def make(kind="adam", spec=SPEC, seed=1, dtype=torch.float32, **rule) -> RowTabl
 
 
 def snapshot(table: RowTable) -> dict[str, torch.Tensor]:
-    return {key: tensor.clone() for key, tensor in table.state_dict().items()}
+    (part,) = state_parts(table)
+    return {key: tensor.clone() for key, tensor in part.items()}
 
 
 def same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
@@ -75,7 +80,7 @@ def test_an_empty_working_set_works_and_its_push_only_moves_the_clock(ids, kind)
         ws.gather(k).sum().backward()
     assert table.push(ws, 0.1) == 0 and table.event == 1 and table.touched_rows == 0
     after = snapshot(table)
-    for key in before.keys() - {"log_decay", "log_beta2"}:
+    for key in before.keys() - table.clock.state_dict().keys():
         assert torch.equal(before[key], after[key])
 
 
@@ -85,7 +90,7 @@ def test_reading_in_between_changes_no_bit(kind):
         before = snapshot(table)
         table.pull([torch.arange(50)], grad=False)
         table.pull([torch.randint(50, (9,))])
-        table.read_rows(torch.arange(50)), table.read_second(torch.arange(50))
+        table.read_rows(torch.arange(50))
         list(table.iter_rows(7))
         assert same_bits(before, snapshot(table))
 
@@ -100,7 +105,7 @@ def test_export_reads_agree_and_apply_the_decay():
     train(table, 0, 5)
     table.push(table.pull([]), 0.5)
     whole = table.read_rows(torch.arange(50))
-    assert not torch.equal(whole, table.state_dict()["rows"])
+    assert not torch.equal(whole[table.touched_ids()], snapshot(table)["rows"])
     for chunk in (1, 7, 50, 4096):
         parts = list(table.iter_rows(chunk))
         assert all(len(part) <= chunk for part in parts) and torch.equal(torch.cat(parts), whole)
@@ -185,10 +190,13 @@ def test_a_working_set_that_is_out_of_date_is_refused_and_changes_nothing():
     refused(table, twin.pull(ids), "words.*pull again")
     refused(table, reading, "grad=True")
     table.push(ws, 0.1)
-    refused(table, ws, "words.*event 0.*pull again")
+    with pytest.raises(ValueError, match=r"used up.*pull again"):
+        ws.rows.sum()
+    with pytest.raises(ValueError, match=r"words.*event 0.*pull again"):
+        table.push(ws, 0.1)
     refused(table, other, "words.*event 0.*pull again")
     ws = table.pull(ids)
-    table.load_state_dict(snapshot(table))
+    load_parts(table, [snapshot(table)])
     refused(table, ws, "pull again")
 
 
@@ -212,7 +220,7 @@ def test_a_rounded_dtype_is_refused():
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("stop_after", [0, 1])
 def test_stopped_in_mid_cycle_and_restored_equals_never_stopped(kind, stop_after, tmp_path):
-    """Saved after `stop_after` of a cycle's two steps, loaded into a table of another seed: not a bit differs."""
+    """Saved after `stop_after` of a cycle's two steps, loaded into a new table: not a bit differs."""
     straight = make(kind)
     train(straight, 0, 8)
 
@@ -221,11 +229,11 @@ def test_stopped_in_mid_cycle_and_restored_equals_never_stopped(kind, stop_after
     ws = first.pull(cycle_of(4))
     for k in range(stop_after):
         backward(ws.gather(k), 40 + k)
-    torch.save({"table": first.state_dict(), "ids": ws.ids, "grad": ws.rows.grad}, tmp_path / "saved.pt")
+    torch.save({"table": snapshot(first), "ids": ws.ids, "grad": ws.rows.grad}, tmp_path / "saved.pt")
 
     saved = torch.load(tmp_path / "saved.pt")
-    second = make(kind, seed=77)
-    second.load_state_dict(saved["table"])
+    second = make(kind)
+    load_parts(second, [saved["table"]])
     assert second.event == 4
     restored = second.restore(saved["ids"], saved["grad"])
     assert restored.event == 4 and torch.equal(restored.rows, ws.rows)
@@ -259,44 +267,6 @@ def test_a_restored_set_must_be_sorted_and_unique(ids):
 def test_a_restored_gradient_must_have_the_sets_shape():
     with pytest.raises(ValueError, match=r"words.*\(3, 3, 4\).*\(2, 3, 4\)"):
         make().restore(torch.tensor([2, 5]), torch.zeros(3, 3, 4))
-
-
-@pytest.mark.parametrize(
-    ("other", "match"),
-    [
-        (lambda: make(spec=TableSpec(51, 3, 4, 0.3)), r"another shape.*rows.*\[51, 3, 4\].*\[50, 3, 4\]"),
-        (lambda: make(spec=TableSpec(50, 4, 3, 0.3)), "another shape.*rows"),
-        (lambda: make(dtype=torch.float64), "another shape.*float64.*float32"),
-        (lambda: make("sgd"), "another kind.*second"),
-    ],
-)
-def test_a_checkpoint_of_another_table_is_refused_and_changes_nothing(other, match):
-    table = make()
-    train(table, 0, 2)
-    before = snapshot(table)
-    with pytest.raises(ValueError, match=f"words.*{match}"):
-        table.load_state_dict(other().state_dict())
-    assert same_bits(before, snapshot(table))
-
-
-@pytest.mark.parametrize("key", ["rows", "last_event", "second", "log_decay", "log_beta2"])
-def test_a_checkpoint_that_lacks_a_tensor_is_refused(key):
-    state = snapshot(make())
-    del state[key]
-    with pytest.raises(ValueError, match=f"words.*{key}"):
-        make().load_state_dict(state)
-
-
-@pytest.mark.parametrize("event", [-1, 3])
-def test_a_checkpoint_whose_rows_know_more_events_than_its_clock_is_refused(event):
-    table = make()
-    train(table, 0, 2)
-    state = snapshot(table)
-    state["last_event"][7] = event
-    before = snapshot(table)
-    with pytest.raises(ValueError, match="damaged"):
-        table.load_state_dict(state)
-    assert same_bits(before, snapshot(table))
 
 
 # Order, repeats, sizes
@@ -336,12 +306,55 @@ def test_learning_rate_zero_moves_no_weight():
         assert torch.equal(table.read_rows(torch.arange(50)), rows)
 
 
-@pytest.mark.parametrize(("kind", "lane_bytes"), [("adam", 4), ("adagrad", 4), ("sgd", 0)])
-def test_state_is_one_fp32_a_lane_and_one_int32_a_row(kind, lane_bytes):
+@pytest.mark.parametrize(
+    ("kind", "a_row"), [("adam", 6 * 4 + 4), ("adagrad", 6 * 4 + 4), ("sgd", 4), ("momentum", 6 * 64 * 4 + 4)]
+)
+def test_state_is_one_fp32_a_lane_and_one_int32_a_row(kind, a_row):
     table = make(kind, TableSpec(1000, 6, 64, 0.0))
-    assert table.state_bytes() == 1000 * 6 * lane_bytes + 1000 * 4
-    assert table.table_bytes() == 1000 * 6 * 64 * 4
+    assert table.state_bytes() == 1000 * a_row and table.table_bytes() == 1000 * 6 * 64 * 4
+    assert sum(table.bytes_by_kind().values()) == table.state_bytes() + table.table_bytes()
+    assert sum(store.nbytes for store in table.stores.values()) == table.state_bytes() + table.table_bytes()
     train(table, 0, 2)
-    held = table.state_dict()
-    assert held["rows"].nbytes == table.table_bytes()
-    assert sum(held[key].nbytes for key in held.keys() & {"second", "last_event"}) == table.state_bytes()
+    held = snapshot(table)
+    a_touched_row = sum(held[key].nbytes for key in held.keys() & {"rows", "second", "moment", "last_event"})
+    assert a_touched_row == table.touched_rows * (a_row + 6 * 64 * 4)
+
+
+def test_the_factored_rule_keeps_one_float64_a_column_too():
+    assert make("factored", TableSpec(1000, 6, 64, 0.0)).bytes_by_kind()["columns"] == 6 * 64 * 8
+
+
+def test_a_disk_that_refuses_leaves_a_table_that_refuses(tmp_path, monkeypatch):
+    """Half of an event may be written: what is on the disk is of no use, and the table says so from then on."""
+    table = RowTable(SPEC, RowRule("adam"), 1, name="words", place="file", folder=tmp_path)
+    train(table, 0, 2)
+    ws = table.pull(cycle_of(2))
+    backward(ws.gather(0), 0)
+
+    def full(ids_U, values):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(table.stores["second"], "write", full)
+    with pytest.raises(OSError, match="No space"):
+        table.push(ws, 0.1)
+    monkeypatch.undo()
+    for call in (
+        lambda: table.pull([torch.tensor([1])]),
+        lambda: table.push(ws, 0.1),
+        lambda: list(state_parts(table)),
+    ):
+        with pytest.raises(ValueError, match=r"words.*event 3.*No space.*checkpoint"):
+            call()
+
+
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [
+        ({"place": "tape"}, "no place 'tape'.*device, host, file"), ({"place": "file"}, "folder"),
+        ({"folder": "x"}, "folder"), ({"format": "int4"}, "fp32, "), ({"format": "fp64"}, "fp64"),
+        ({"format": "bf16+16", "dtype": torch.float64}, "float64"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_together_is_refused(given, match):
+    with pytest.raises(ValueError, match=match):
+        RowTable(SPEC, RowRule("adam"), 1, name="words", **given)

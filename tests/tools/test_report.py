@@ -78,7 +78,7 @@ def test_the_page_needs_nothing_from_elsewhere(make_run):
     content, checker, _ = read_page(folder / "report.html")
     assert "script" not in checker.tags and "link" not in checker.tags and "a" not in checker.tags
     sources = [value for name, value in checker.attributes if name in ("src", "srcset", "href")]
-    assert len(sources) == 2 and all(value.startswith("data:image/png;base64,") for value in sources)
+    assert len(sources) == 4 and all(value.startswith("data:image/png;base64,") for value in sources)
     assert "http://" not in content and "https://" not in content and "url(" not in content and "@import" not in content
     assert "default-src 'none'" in content
 
