@@ -15,7 +15,6 @@ import os
 # a step many times slower (records/NOTEBOOK.md has the numbers).
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
-import contextlib
 import io
 import math
 import shutil
@@ -31,6 +30,7 @@ import torch
 from torch import Tensor, distributed
 
 from data.loader import DataExhausted, Loader
+from kernels.cpu import threads
 from mome import checkpoint
 from mome.command import parse
 from mome.config import RunConfig
@@ -201,11 +201,13 @@ def train(config: RunConfig, resume: Path | None = None) -> RunResult:
             if not resume:
                 shutil.rmtree(folder.path)
             raise
-        with contextlib.closing(training):
+        try:
             stopped = go(training, folder, why, resume)
             values = finish(training, folder) if stopped is None else {}
-        # The checkpoint holds every row that was touched; a sparse file is a burden to who copies the folder.
-        shutil.rmtree(tables, ignore_errors=True)
+        finally:
+            training.close()
+            # The checkpoint holds every row that was touched; a sparse file is a burden to who copies the folder.
+            shutil.rmtree(tables, ignore_errors=True)
     if stopped is not None:
         print(f"stopped after step {training.step}; go on with: python train_gpt.py --resume {folder.path}")
     return RunResult(folder.path, values, stopped)
@@ -361,6 +363,7 @@ def main(words: list[str]) -> int:
             sys.stdout.reconfigure(errors="replace")
         # Moments of rarely seen rows become denormal, ten times slower; always on, so that a resumption computes alike.
         torch.set_flush_denormal(True)
+        threads.start_over()
         options = parse(words)
         if options.dry_run:
             print(describe(options.config))

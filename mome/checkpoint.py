@@ -37,7 +37,7 @@ def save(
     Raises OSError when it cannot be written; then those already there are untouched.
     """
     target = folder / f"step_{step:06d}"
-    if is_whole(target):
+    if is_whole(target, read=True):
         return target
     draft = folder / f".writing_{step:06d}"
     try:

@@ -18,7 +18,7 @@ from mome.gpt import count_flops
 from mome.memory import Memory
 from mome.run import build_model, vocabulary_size
 from mome.table.formats import row_format
-from mome.table.rows import bytes_by_kind
+from mome.table.spec import bytes_by_kind
 from optim.groups import OptimConfig, aligned, label_of, state_bytes
 from optim.groups import describe as describe_groups
 from optim.schedule import Schedule, StepValues

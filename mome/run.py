@@ -158,7 +158,14 @@ def build_model(
     model = config.model
     shape = ModelShape(model.layers, model.width, model.heads, model.head_dim, vocab_size, bos, token_strings)
     torch.manual_seed(config.seed)
-    memories = {name: MEMORIES[name](getattr(config.memory, name), shape, seed=config.seed) for name in config.memories}
+    memories = {}
+    for name in config.memories:
+        try:
+            memories[name] = MEMORIES[name](getattr(config.memory, name), shape, seed=config.seed)
+        except UserError:
+            raise
+        except ValueError as error:
+            raise UserError(f"memory {name}: {error}") from error
     # The backbone draws from a stream of its own, so that switching a memory on leaves it as it was.
     torch.manual_seed(config.seed)
     return GPT(model, vocab_size, memories), memories

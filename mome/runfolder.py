@@ -37,7 +37,7 @@ PACKAGES = ("torch", "numpy", "tokenizers", "tiktoken", "safetensors", "tyro", "
 # What may differ between a run and its resumption without changing what is trained.
 FREE_KEYS = ("runs_dir",)
 # What the bits of a result depend on beside configuration and data.
-DECISIVE = ("torch", "device", "dtype", "threads", "world", "source")
+DECISIVE = ("torch", "device", "dtype", "threads", "kernels", "world", "source")
 
 
 class RunFolder:
@@ -173,6 +173,13 @@ class RunFolder:
         os.replace(draft, self.path / "source.zip")
 
 
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "none"
+
+
 def environment(device: torch.device, dtype: torch.dtype, why: str, world: int, data: str) -> dict[str, Any]:
     """Versions, hardware, revision and the data's fingerprint: what a reader needs to trust a number."""
     return {
@@ -183,6 +190,7 @@ def environment(device: torch.device, dtype: torch.dtype, why: str, world: int, 
         "processor": processor(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
+        "kernels": f"{os.environ.get('MOME_KERNELS') or 'chosen'}, numba {_version('numba')}",
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "dtype": str(dtype).removeprefix("torch."),
         "dtype_reason": why,

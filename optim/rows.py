@@ -263,7 +263,7 @@ class _Travel:
         ends += (lr * self._powers[past + 1]) * self._strides[:closed][::-1]
 
     def since(self, last_U: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(t, C(l, t), mu^(t-l) C(t, e)) for last events l (any integers 0..event, CPU): int64, float64, float64 [U].
+        """(t, C(l, t), mu^(t-l) C(t, e)) for last events l (integers 0..event, CPU): integers, float64, float64 [U].
 
         t is the end of l's block, or the newest event e if that is not closed yet.
         """

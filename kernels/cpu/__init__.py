@@ -5,8 +5,9 @@ Not here: oracles and public functions (kernels/), threads (threads.py), and the
 
 Replaces nothing by itself. Invariants: kernels release the GIL and are never numba-parallel, because numba's workqueue
 layer aborts the process when two threads enter parallel regions at once; they are cached on disk where a folder can be
-written; a kernel calls only functions of its own file, because the cache does not see changes in others. This file and
-threads.py import where numba is missing; the files with kernels do not.
+written; a kernel calls only functions of its own file, because the cache does not see changes in others, and of
+intrinsics.py: who edits that removes the caches (__pycache__). This file and threads.py import where numba is missing;
+the files with kernels do not.
 """
 
 from __future__ import annotations

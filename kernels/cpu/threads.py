@@ -154,8 +154,8 @@ class _Crew:
                     os.sched_setaffinity(member, others)
 
 
-def _start_over() -> None:
-    """A forked child has none of its parent's threads."""
+def start_over() -> None:
+    """New helping threads from here on: a fork has none, and a thread keeps its creator's treatment of denormals."""
     global _crew
     _crew = _Crew()
 
@@ -164,4 +164,4 @@ _crew = _Crew()
 # Holds the GIL, for it is shorter than handing that over.
 _current_cpu = getattr(ctypes.PyDLL(None), "sched_getcpu", None) if hasattr(os, "sched_setaffinity") else None
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_start_over)
+    os.register_at_fork(after_in_child=start_over)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from mome.errors import UserError
 from mome.table.hashing import MOST_ROWS
-from mome.table.rows import TableSpec
+from mome.table.spec import TableSpec
 
 Placement = Literal["all", "alternate", "last"] | tuple[int, ...]
 

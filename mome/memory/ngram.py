@@ -44,7 +44,7 @@ from mome.table.hashing import (
     sign_indices,
     weaknesses,
 )
-from mome.table.rows import TableSpec
+from mome.table.spec import TableSpec
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class NgramConfig:
         check(ascending and all(order in ORDERS for order in orders), "ngram.orders", orders, remedy)
         alone = "goes with --memory.ngram.hash mix alone"
         check(not xor or orders[-1] <= 3, "ngram.orders", orders, f"beyond 3 {alone}")
-        check(self.heads >= 1, "ngram.heads", self.heads, "give 1 or more")
+        check(1 <= self.heads <= 64, "ngram.heads", self.heads, "give 1 to 64")
         check(not xor or self.heads == 1, "ngram.heads", self.heads, f"more than 1 {alone}")
         check_rows("ngram.rows", self.rows, "ngram.hash", self.hash)
         signs = 0 <= self.sign_rows <= MOST_SIGN_ROWS

@@ -40,7 +40,7 @@ from mome.memory.base import (
     zero_gates,
 )
 from mome.table.hashing import HASHES, hash_ngrams, weaknesses
-from mome.table.rows import TableSpec
+from mome.table.spec import TableSpec
 
 Weights = Literal["sigmoid-norm", "softmax-norm", "softmax-norm-detach", "softmax", "sigmoid"]
 MAX_SLOTS = 255  # ranks among slots are counted in one byte

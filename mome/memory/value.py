@@ -24,7 +24,7 @@ from mome.memory.base import (
     place_layers,
     zero_gates,
 )
-from mome.table.rows import TableSpec
+from mome.table.spec import TableSpec
 
 
 @dataclass(frozen=True)

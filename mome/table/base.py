@@ -76,11 +76,11 @@ class RowStore:
 def huge_pages_suit(nbytes: int) -> bool:
     """Whether memory of so many bytes should ask for pages of 2 MiB: where all of it may become resident.
 
-    That is half of the machine's memory: what is touched sparsely then takes what it says, never more.
+    That is a sixteenth of the machine's memory: what is touched sparsely then takes what it says, never more.
     """
     if not hasattr(os, "sysconf") or "SC_PHYS_PAGES" not in os.sysconf_names:
         return False
-    return nbytes <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    return nbytes <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 16
 
 
 class ZeroPages:

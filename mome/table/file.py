@@ -7,6 +7,7 @@ Not here: tables that train (rows.py), what goes into a checkpoint (parts.py) or
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -16,7 +17,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from mome.errors import UserError
-from mome.table.rows import RowTable, TableSpec, kept
+from mome.table.rows import RowTable
+from mome.table.spec import TableSpec, kept
 from mome.table.working import WorkingSet
 from optim.rows import RowRule
 
@@ -45,6 +47,8 @@ def mapped_tensor(path: Path, name: str) -> tuple[np.memmap, torch.dtype]:
             raise ValueError("it is cut short")
         kind, dtype = _DTYPES[entry["dtype"]]
         shape = tuple(entry["shape"])
+        if end - first != math.prod(shape) * np.dtype(kind).itemsize:
+            raise ValueError("it is damaged")
         if not end - first:
             return np.empty(shape, kind), dtype
         return np.memmap(path, kind, mode="r", offset=8 + size + first, shape=shape), dtype
@@ -53,16 +57,29 @@ def mapped_tensor(path: Path, name: str) -> tuple[np.memmap, torch.dtype]:
 
 
 class FileTable:
-    """Rows in files, each with a tensor `rows` [n, lanes, dim], in order; has pull and iter_rows of RowTable."""
+    """Rows in files, each with a float32 tensor `rows` [n, lanes, dim], in order; has pull and iter_rows of RowTable.
+
+    Raises UserError for files that are cut, of another dtype, or that hold other rows than spec says.
+    """
 
     def __init__(self, spec: TableSpec, files: Sequence[Path]):
         self.spec = spec
-        self._rows = [mapped_tensor(path, "rows")[0] for path in files]
+        if not files:
+            raise UserError(f"an export without a file of rows for a table of {spec.rows}: export the run again")
+        self._rows = []
+        for path in files:
+            rows, dtype = mapped_tensor(path, "rows")
+            if rows.shape[1:] != (spec.lanes, spec.dim) or dtype != torch.float32:
+                raise UserError(
+                    f"{path}: holds rows of {list(rows.shape[1:])} {dtype}, the configuration says "
+                    f"{[spec.lanes, spec.dim]} {torch.float32}"
+                )
+            self._rows.append(rows)
         self._starts = np.cumsum([0, *(len(rows) for rows in self._rows)])
-        held = (int(self._starts[-1]), *self._rows[0].shape[1:])
-        if held != (spec.rows, spec.lanes, spec.dim):
+        if self._starts[-1] != spec.rows:
             raise UserError(
-                f"{files[0]}: holds rows {held}, the configuration says {(spec.rows, spec.lanes, spec.dim)}"
+                f"{files[0]}: with its {len(files) - 1} others holds {self._starts[-1]} rows, the configuration says "
+                f"{spec.rows}"
             )
 
     def pull(self, ids: Sequence[Tensor], *, grad: bool = False) -> WorkingSet:
@@ -93,6 +110,8 @@ def saved_table(spec: TableSpec, rule: RowRule, seed: int, name: str, format: st
     The arguments are those that the saved table was made with; files: its parts in order (parts.py). Raises UserError
     for files that are cut, or belong to another table.
     """
+    if not files:
+        raise UserError(f"table {name!r}: a checkpoint without a part of it: it is damaged, or of another version")
     ids = [mapped_tensor(path, "ids")[0] for path in files]
     stores = {
         key: _SavedPlane(ids, [mapped_tensor(path, key) for path in files], files[0], tail, dtype)
@@ -118,7 +137,9 @@ class _SavedPlane:
         dtype: torch.dtype,
     ):  # fmt: skip
         self._ids, self._planes = ids, [plane for plane, _ in planes]
-        for plane, kind in planes:
+        for ids_N, (plane, kind) in zip(ids, planes):
+            if len(plane) != len(ids_N):
+                raise UserError(f"{path}: a part of {len(ids_N)} ids and {len(plane)} rows: it is damaged")
             if plane.shape[1:] != tail or kind != dtype:
                 raise UserError(
                     f"{path}: holds rows of {list(plane.shape[1:])} {kind}, the configuration says {list(tail)} {dtype}"

@@ -28,6 +28,8 @@ from mome.files import write_json
 from mome.table.base import RowStore
 
 FORMAT = 1
+# Bytes read and written before a file is written back and dropped from the cache: each time the disk is waited for.
+LEAST_MOVED = 64 << 20
 
 
 class MmapStore(RowStore):
@@ -35,13 +37,14 @@ class MmapStore(RowStore):
 
     A row that was never written is a hole: zero bytes, no room on the disk. The file is locked while it is open. Rows
     are written by system calls, never through a map, so that a full disk is an OSError and not a signal that ends the
-    process; they are read through a map of the file where it has at most resident_bytes, and else by system calls too.
+    process; they are read through a map of the file where it has at most resident_bytes and its file system lets
+    holes be read for nothing, and else by system calls too.
 
     resident_bytes: of the file this process keeps so much mapped at most, and what it has mapped counts as its
     resident memory. A larger file is not mapped: a fault brings in up to 2 MiB around a row, so that a bound on what
     is resident would undo it row by row.
-    keep_cached False: each time that as many bytes were read and written, write the file back and drop it from the
-    operating system's cache too, for tables beyond memory and for measuring reads from the disk.
+    keep_cached False: each time that as many bytes (64 MiB at least) were read and written, write the file back and
+    drop it from the operating system's cache too, for tables beyond memory and for measuring reads from the disk.
 
     Raises UserError for a file that is truncated or too long, of another shape or dtype, open elsewhere, or without a
     sound description; OSError where the operating system refuses (a read-only file or folder, a size that the file
@@ -148,6 +151,8 @@ class MmapStore(RowStore):
                 self._make()
             self._check()
             self._mapped = self._map() if self.nbytes <= self.resident_bytes else None
+            if self._mapped is not None and self._reading_takes_room():
+                self._mapped = self._pages = None
         except BaseException:
             self.close()
             raise
@@ -181,6 +186,16 @@ class MmapStore(RowStore):
         with self._named(f"its {self.nbytes:,} bytes cannot be mapped; lower resident_bytes"):
             self._pages = mmap.mmap(self._file, self.nbytes)
         return torch.from_numpy(np.frombuffer(self._pages, np.uint8)).view(self.dtype).view(self.rows, *self.tail)
+
+    def _reading_takes_room(self) -> bool:
+        """Whether a hole that is read through the map takes room, as in tmpfs: on a full disk that would be SIGBUS."""
+        if not hasattr(os, "SEEK_HOLE"):
+            return True
+        if os.statvfs(self.path).f_bavail == 0:
+            return True
+        hole = os.lseek(self._file, 0, os.SEEK_HOLE)
+        before = os.fstat(self._file).st_blocks
+        return hole < self.nbytes and self._pages[hole] == 0 and os.fstat(self._file).st_blocks > before
 
     def _shape(self) -> dict[str, object]:
         return {"rows": self.rows, "tail": list(self.tail), "dtype": str(self.dtype).removeprefix("torch.")}
@@ -235,7 +250,7 @@ class MmapStore(RowStore):
 
     def _count(self, nbytes: int) -> None:
         self._moved += nbytes
-        if not self.keep_cached and self._moved > self.resident_bytes:
+        if not self.keep_cached and self._moved > max(self.resident_bytes, LEAST_MOVED):
             self.release(cache=False)
 
     @contextlib.contextmanager

@@ -70,17 +70,18 @@ def _begin(table: RowTable, part: dict[str, Tensor]) -> None:
     given = {key: part.pop(key) for key in whole}
     _check(table, part, -1, len(given["log_decay"]) - 1)
     columns = given.pop("columns", None)
-    if columns is not None and columns.shape != table.columns_LD.shape:
+    if columns is not None and _described(columns) != _described(table.columns_LD):
         raise ValueError(
             f"table {table.name!r}: a checkpoint of another shape: its columns are {_described(columns)}, this "
             f"table's {_described(table.columns_LD)}"
         )
     table.clock.load_state_dict(given)
+    table.broken = "its checkpoint was read only in part"
     if columns is not None:
         table.columns_LD.copy_(columns)
     for store in table.stores.values():
         store.clear()
-    table.forget("its checkpoint was read only in part")
+    table.forget(table.broken)
 
 
 def _check(table: RowTable, part: dict[str, Tensor], after: int, event: int) -> None:

@@ -1,16 +1,15 @@
 """The sparse table: rows that a step sees only through a working set, and the only code that writes them.
 
-Lives here: TableSpec, RowTable (plan, fetch, take, push, restore), what is kept for a row and how many bytes it takes.
-Not here: the working set (working.py), where planes lie (store.py), formats (formats.py), checkpoints (parts.py), the
-rules' arithmetic (kernels/row_update.py), which ids a memory asks for.
+Lives here: RowTable (plan, fetch, take, push, restore).
+Not here: its shape (spec.py), the working set (working.py), where planes lie (store.py), formats (formats.py),
+checkpoints (parts.py), the rules' arithmetic (kernels/row_update.py), which ids a memory asks for.
 """
 
 from __future__ import annotations
 
-import zlib
+import math
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,12 @@ import torch
 from torch import Tensor
 
 from kernels.gather import gather_rows
-from kernels.initial import initial_values
 from kernels.rounding import rounding_key
-from kernels.row_update import column_profile_, column_squares, mean_square, row_update_
+from kernels.row_update import RowEvent, column_profile_, column_squares, mean_square, row_update_
 from kernels.segments import unique_ids
 from mome.table.base import huge_pages_suit
 from mome.table.formats import row_format
+from mome.table.spec import TableSpec, bytes_by_kind, initial_rows, kept, table_seed
 from mome.table.store import DeviceStore, HostStore, MmapStore
 from mome.table.working import Buffers, IdPlan, RawRows, WorkingSet
 from optim.rows import RowClock, RowRule
@@ -31,70 +30,6 @@ from optim.rows import RowClock, RowRule
 PLACES = ("device", "host", "file")
 # Pushes that a fetch may lag behind before its rows are read again as a whole.
 _REMEMBERED = 64
-_INT64 = 2**63 - 1
-
-
-@dataclass(frozen=True)
-class TableSpec:
-    """What a memory asks of a table: rows x lanes x dim numbers, uniform in [-init, init] at the start (0.0: zeros).
-
-    A lane is one slot of one layer: dim numbers that share one number of optimizer state.
-    Raises ValueError for a value out of range.
-    """
-
-    rows: int
-    lanes: int
-    dim: int
-    init: float
-
-    def __post_init__(self) -> None:
-        for name in ("rows", "lanes", "dim"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"a table with {name} = {getattr(self, name)}: {name} must be at least 1")
-        if self.rows * self.lanes * self.dim > _INT64:
-            raise ValueError(
-                f"a table of {self.rows} rows x {self.lanes} lanes x {self.dim} numbers: more than 2**63 - 1 numbers "
-                "have no int64 address; give it fewer rows"
-            )
-        if not 0.0 <= self.init < float("inf"):
-            raise ValueError(f"a table with init = {self.init}: the half-width must be finite and not negative")
-
-
-def table_seed(seed: int, name: str) -> int:
-    """The seed of a table's initial rows and of its rounding: tables of one run differ by their names."""
-    return seed ^ zlib.crc32(name.encode())
-
-
-def initial_rows(spec: TableSpec, seed: int, ids_U: Tensor, dtype: torch.dtype) -> Tensor:
-    """What the rows with these ids (int64 [U]) hold before training: [U, lanes, dim]; see kernels/initial.py."""
-    values_UE = initial_values(ids_U, spec.lanes * spec.dim, seed, spec.init, dtype)
-    return values_UE.view(len(ids_U), spec.lanes, spec.dim)
-
-
-def kept(
-    spec: TableSpec, rule: RowRule, format: str, dtype: torch.dtype = torch.float32
-) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """What a table keeps for each row, by name: (shape, dtype). The format's planes, the rule's state, the last event.
-
-    last_event (int32) is 0 until a row is first pushed, so it also tells which rows were ever touched.
-    """
-    planes = dict(row_format(format).planes(spec.lanes, spec.dim))
-    if rule.keeps_second:
-        planes["second"] = ((spec.lanes,), dtype)
-    if rule.keeps_moment:
-        planes["moment"] = ((spec.lanes, spec.dim), dtype)
-    planes["last_event"] = ((), torch.int32)
-    return planes
-
-
-def bytes_by_kind(spec: TableSpec, rule: RowRule, format: str, dtype: torch.dtype = torch.float32) -> dict[str, int]:
-    """Bytes of a table by what they are for; not counted are the clock's 16 bytes an event (32 with momentum)."""
-    sizes = {}
-    for name, (shape, kind) in kept(spec, rule, format, dtype).items():
-        sizes[name] = spec.rows * torch.Size(shape).numel() * kind.itemsize
-    if rule.keeps_columns:
-        sizes["columns"] = 8 * spec.lanes * spec.dim
-    return sizes
 
 
 class RowTable:
@@ -139,6 +74,8 @@ class RowTable:
                 path = folder / (name or "table") / f"{key}.bin"
                 path.parent.mkdir(parents=True, exist_ok=True)
                 one = MmapStore(path, spec.rows, tail, kind, resident_bytes=resident_bytes, keep_cached=keep_cached)
+                # Rows of an earlier table there are of no use without its clock; load_parts brings both.
+                one.clear()
             elif place == "host" and key in self._codec.planes(spec.lanes, spec.dim):
                 one = HostStore(spec.rows, tail, kind, device, huge=huge)
             else:
@@ -156,7 +93,7 @@ class RowTable:
         broken: why the table may not be used until this is None again.
         """
         self._ticket = object()
-        self._age = getattr(self, "_age", 0) + 1
+        self._age = object()
         self.broken = broken
         # Of the last pushes: event and rows, newest last; and the rows pushed for the first time, in any order.
         self._recent: deque[tuple[int, Tensor]] = deque(maxlen=_REMEMBERED)
@@ -209,20 +146,20 @@ class RowTable:
         parts = slots_N.split([len(one) for one in flat])
         return IdPlan(ids_U, [part.view(step.shape) for part, step in zip(parts, steps)])
 
-    def fetch(self, plan: IdPlan) -> RawRows:
+    def fetch(self, plan: IdPlan, reuse: bool = True) -> RawRows:
         """The raw planes of these rows. Writes nothing; may run in a thread beside push, which `take` mends."""
         self.refuse_broken()
         # Before reading: a push that ends meanwhile counts as one since the fetch.
         event, age = self._done, self._age
-        planes = {}
+        planes, buffers = {}, self._buffers if reuse else Buffers(self.device, reuse=False)
         for key, (tail, kind) in self.kept.items():
-            planes[key] = self._buffers.take((len(plan.ids), *tail), kind)
+            planes[key] = buffers.take((len(plan.ids), *tail), kind)
             self._read(key, plan.ids, planes[key].tensor)
         return RawRows(plan, planes, event, age)
 
     def pull(self, steps: Sequence[Tensor], *, grad: bool = True) -> WorkingSet:
         """The working set of a cycle: plan, fetch and take in one. One pulled without grad can't be pushed."""
-        return self.take(self.fetch(self.plan(steps)), grad=grad)
+        return self.take(self.fetch(self.plan(steps), reuse=grad), grad=grad)
 
     @torch.no_grad()
     def take(self, raw: RawRows, *, grad: bool = True) -> WorkingSet:
@@ -231,18 +168,22 @@ class RowTable:
         Rows pushed since the fetch are read again, so that the result does not depend on when the fetch was.
         """
         self.refuse_broken()
-        if raw.age != self._age:
-            raise ValueError(f"table {self.name!r}: these rows were fetched before the table was loaded: fetch again")
-        ids_U = raw.plan.ids
-        planes = {key: lease.tensor for key, lease in raw.planes.items()}
+        if raw.age is not self._age or not raw.planes:
+            raise ValueError(
+                f"table {self.name!r}: these rows were fetched before the table was loaded, or from another one, or "
+                "were taken already: fetch again"
+            )
+        ids_U, leases = raw.plan.ids, raw.planes
+        planes = {key: lease.tensor for key, lease in leases.items()}
         self._patch(raw, planes)
+        raw.planes = {}
         inside = self._codec.planes(self.spec.lanes, self.spec.dim)
-        leases = dict(raw.planes)
         # An exact full-width format is its own decoding: the rows stay where they were read to.
         if self.format in ("fp32", "fp64"):
             rows_ULD = planes["rows"]
         else:
-            leases["leaf"] = self._buffers.take((len(ids_U), self.spec.lanes, self.spec.dim), self.dtype)
+            buffers = self._buffers if grad else Buffers(self.device, reuse=False)
+            leases["leaf"] = buffers.take((len(ids_U), self.spec.lanes, self.spec.dim), self.dtype)
             rows_ULD = self._codec.decode({key: planes[key] for key in inside}, leases["leaf"].tensor)
             for key in inside:
                 self._buffers.give(leases.pop(key))
@@ -298,7 +239,8 @@ class RowTable:
         scale: a factor on the gradient (clipping). A row without gradient counts as touched with gradient zero.
         Raises ValueError, and then nothing has changed, for a set that was pulled before the last push or load, by
         another table, or without grad; for a gradient that is not finite or whose square overflows; for what
-        RowClock.extend refuses. Raises OSError when a file can't be written: then the table refuses to go on.
+        RowClock.extend refuses. Raises OSError or UserError when a file can't be written: then the table refuses to
+        go on.
         """
         self.refuse_broken()
         if ws.ticket is not self._ticket:
@@ -311,6 +253,8 @@ class RowTable:
             raise ValueError(f"table {self.name!r}: this working set was pulled for reading only: pull with grad=True")
         if rows_ULD.grad is None:
             rows_ULD.grad = ws.lend(rows_ULD.shape).tensor.zero_()
+        if not 0.0 < scale < math.inf:
+            raise ValueError(f"table {self.name!r}: a gradient times {scale}: the factor must be finite and above 0")
         grad_ULD, rows_ULD = rows_ULD.grad, rows_ULD.detach()
         power_UL = mean_square(grad_ULD, scale)
         if len(ws.ids) and not bool(power_UL.amax().isfinite()):
@@ -321,13 +265,25 @@ class RowTable:
             )
         beta2 = self.rule.beta2 if beta2 is None else beta2
         self.clock.extend(lr, beta2)
+        try:
+            self._write(ws, rows_ULD, grad_ULD, power_UL, self.clock.row_event(lr, beta2, scale))
+        except BaseException as error:
+            # Some of the rows may be of this event and some not.
+            self.broken = f"it could not be written at event {self.event} ({error})"
+            raise
+        self._done = self.event
+        ws.close()
+        return len(ws.ids)
+
+    def _write(self, ws: WorkingSet, rows_ULD: Tensor, grad_ULD: Tensor, power_UL: Tensor, event: RowEvent) -> None:
+        """The rule applied to the rows of a set, and all that is kept of them into the stores."""
         self._ticket = object()
         self._recent.append((self.event, ws.ids))
-        event = self.clock.row_event(lr, beta2, scale)
-        memory = self.stores["rows"].memory if self.format in ("fp32", "fp64") else None
+        whole = self.format in ("fp32", "fp64")
+        memory = self.stores["rows"].memory if whole else None
         profile_LD = None
         if self.columns_LD is not None:
-            squares_LD = column_squares(grad_ULD, scale)
+            squares_LD = column_squares(grad_ULD, event.scale)
             profile_LD = column_profile_(self.columns_LD, squares_LD, event, self.spec.rows, self.dtype)
         row_update_(
             rows_ULD, grad_ULD, power_UL, ws.state.get("second"), ws.state.get("moment"), profile_LD, event,
@@ -335,22 +291,19 @@ class RowTable:
         )  # fmt: skip
         fresh_U = ws.ids[ws.state["last_event"] == 0].cpu()
         ws.state["last_event"].fill_(self.event)
-        planes, inside = dict(ws.state), self._codec.planes(self.spec.lanes, self.spec.dim)
-        if memory is None:
-            leases = {key: self._buffers.take((len(ws.ids), *self.kept[key][0]), self.kept[key][1]) for key in inside}
-            ws.leases.extend(leases.values())
-            out = {key: lease.tensor for key, lease in leases.items()}
+        planes = dict(ws.state)
+        if whole and memory is None:
+            planes["rows"] = rows_ULD
+        elif not whole:
+            out = {}
+            for key in self._codec.planes(self.spec.lanes, self.spec.dim):
+                tail, kind = self.kept[key]
+                ws.leases.append(self._buffers.take((len(ws.ids), *tail), kind))
+                out[key] = ws.leases[-1].tensor
             planes |= self._codec.encode(rows_ULD, ws.ids, rounding_key(self.seed, self.event), out)
-        try:
-            for key, values in planes.items():
-                self.stores[key].write(ws.ids, values)
-        except OSError as error:
-            self.broken = f"its files could not be written at event {self.event} ({error})"
-            raise
+        for key, values in planes.items():
+            self.stores[key].write(ws.ids, values)
         self.first_touched.append(fresh_U)
-        self._done = self.event
-        ws.close()
-        return len(ws.ids)
 
     def read_rows(self, ids: Tensor) -> Tensor:
         """What the rows with these ids (any shape, duplicates allowed) are worth now: [*ids.shape, lanes, dim]."""
@@ -400,7 +353,9 @@ class RowTable:
         if len(where_S):
             ids_S = ids_U[where_S]
             for key, plane in planes.items():
-                plane[where_S] = self._read(key, ids_S, torch.empty_like(plane[: len(ids_S)]))
+                lease = self._buffers.take((len(ids_S), *plane.shape[1:]), plane.dtype)
+                plane[where_S] = self._read(key, ids_S, lease.tensor)
+                self._buffers.give(lease)
 
     def _read(self, key: str, ids_U: Tensor, out: Tensor) -> Tensor:
         """One plane of these rows, into out."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import threading
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,16 +21,18 @@ from kernels.segments import segments_of
 
 # Room beyond what was asked for: the distinct rows of a cycle differ by a few per cent from the last one's.
 _SPARE = 1.25
+# Numbers below which a buffer is not worth weighing.
+_SMALL = 4096
 
 
 class Buffers:
     """Memory that is lent and given back: fresh pages cost the CPU more than what is written to them.
 
-    On another device than the CPU it lends fresh tensors, because that device's allocator keeps memory itself.
+    Without reuse it lends fresh tensors, as on any device but the CPU, whose allocator keeps memory itself.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._reuse = device.type == "cpu"
+    def __init__(self, device: torch.device, reuse: bool = True) -> None:
+        self._reuse = reuse and device.type == "cpu"
         self._device = device
         self._free: dict[torch.dtype, list[Tensor]] = {}
         self._lock = threading.Lock()
@@ -43,9 +44,11 @@ class Buffers:
             return Lease(torch.empty(tuple(shape), dtype=dtype, device=self._device), None)
         with self._lock:
             free = self._free.setdefault(dtype, [])
-            fits = [one for one in free if len(one) >= count]
-            # The smallest that fits; where none does, the largest goes, or the list would only ever grow.
-            chosen = min(fits, key=len) if fits else max(free, key=len, default=None)
+            # Not one many times too large: it will be missed by who needs it.
+            fits = [one for one in free if count <= len(one) <= max(4 * count, _SMALL)]
+            short = [one for one in free if len(one) < count]
+            # The smallest that fits; where none does, the largest below goes, or the list would only ever grow.
+            chosen = min(fits, key=len) if fits else max(short, key=len, default=None)
             if chosen is not None:
                 free[:] = [one for one in free if one is not chosen]
             if not fits:
@@ -80,13 +83,13 @@ class IdPlan:
 
 @dataclass
 class RawRows:
-    """What the stores held for a plan. planes: by name, [U, *tail]; event: the last one surely in them; age: the
-    table's count of loads."""
+    """What the stores held for a plan. planes: by name, [U, *tail], none once taken; event: the last one surely in
+    them; age: stands for the table, from one load to the next."""
 
     plan: IdPlan
     planes: dict[str, Lease]
     event: int
-    age: int
+    age: object
 
 
 class _GatherRows(torch.autograd.Function):
@@ -94,9 +97,12 @@ class _GatherRows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows_ULD: Tensor, slots_N: Tensor, ws: WorkingSet) -> Tensor:
-        lease = ws.lend((len(slots_N), *rows_ULD.shape[1:]))
-        gather_rows(rows_ULD.detach(), slots_N, out=lease.tensor)
-        out_NLD, lease.tensor = lease.tensor, weakref.ref(lease.tensor)
+        # Held by this node alone: a graph that is dropped takes it along.
+        lease = ws.buffers.take((len(slots_N), *rows_ULD.shape[1:]), rows_ULD.dtype)
+        out_NLD = lease.tensor
+        gather_rows(rows_ULD.detach(), slots_N, out=out_NLD)
+        # Shares the version with all that is made of the result, and is no part of the graph.
+        lease.tensor = out_NLD.detach()
         ctx.ws, ctx.slots_N, ctx.lease = ws, slots_N, lease
         return out_NLD
 
@@ -191,15 +197,15 @@ class WorkingSet:
 
     def give_back(self, lease: Lease) -> None:
         """Return what was lent to a gather; its result, where something still looks at it, is marked as changed."""
-        if lease in self.leases:
-            self.leases.remove(lease)
-            out_NLD = lease.tensor()
-            if out_NLD is not None:
-                torch.autograd.graph.increment_version(out_NLD)
+        if lease.memory is not None:
+            torch.autograd.graph.increment_version(lease.tensor)
             self.buffers.give(lease)
 
     def close(self) -> None:
-        """Return all memory: the set is used up."""
+        """Return all memory but that of gathers whose backward pass has not run: the set is used up."""
+        for tensor in (self.leaf, self.leaf.grad):
+            if tensor is not None:
+                torch.autograd.graph.increment_version(tensor)
         self.leaf = None
         self.state = {}
         for lease in self.leases:

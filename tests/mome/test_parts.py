@@ -1,13 +1,13 @@
-"""A table into parts and back: every rule and format, any size of part, and damage that is refused."""
+"""A table into parts and back: every rule and format, any size of part, and damage that is refused.
+
+Lives here: state_parts and load_parts. Not here: reading rows out of saved parts (test_table_file.py).
+"""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
-from mome.errors import UserError
-from mome.table.file import saved_table
 from mome.table.parts import load_parts, state_parts
 from mome.table.rows import RowTable, TableSpec
 from optim.rows import KINDS, RowRule
@@ -49,33 +49,6 @@ def test_g_going_on_from_parts_equals_never_having_stopped(kind, format, part_by
     load_parts(second, iter(parts))
     assert second.event == 5 and second.touched_rows == sum(len(part["ids"]) for part in parts)
     assert same(whole(train(second, 5, 9)), whole(straight))
-
-
-@pytest.mark.parametrize(("kind", "format"), CASES)
-def test_a_saved_table_reads_what_the_live_one_does(kind, format, tmp_path):
-    table = train(make(kind, format), 0, 6)
-    files = [tmp_path / f"{n}.safetensors" for n in range(99)]
-    count = 0
-    for file, part in zip(files, state_parts(table, 200)):
-        save_file(part, file)
-        count += 1
-    saved = saved_table(SPEC, table.rule, 7, "words", format, files[:count])
-    assert count > 2 and torch.equal(torch.cat(list(saved.iter_rows(7))), table.read_rows(torch.arange(60)))
-    ids = torch.tensor([[3, 3], [59, 0]])
-    assert torch.equal(saved.pull([ids], grad=False).gather(0), table.read_rows(ids))
-
-
-def test_a_saved_table_of_another_shape_or_cut_is_refused(tmp_path):
-    table = train(make(), 0, 3)
-    file = tmp_path / "one.safetensors"
-    save_file(next(state_parts(table)), file)
-    with pytest.raises(UserError, match=r"one.safetensors.*\[2, 5\].*\[2, 6\]"):
-        saved_table(TableSpec(60, 2, 6, 0.3), table.rule, 7, "words", "fp32", [file])
-    with pytest.raises(UserError, match=r"one.safetensors.*scale|one.safetensors.*uint8"):
-        saved_table(SPEC, table.rule, 7, "words", "fp8", [file])
-    file.write_bytes(file.read_bytes()[:-40])
-    with pytest.raises(UserError, match=r"one.safetensors.*cut short"):
-        saved_table(SPEC, table.rule, 7, "words", "fp32", [file])
 
 
 def test_an_untouched_table_is_one_empty_part():
@@ -120,13 +93,19 @@ def damage(part: dict[str, torch.Tensor], how: str) -> None:
         part["last_event"][0] = 7
     elif how == "never":
         part["last_event"][0] = 0
+    elif how == "dtype":
+        part["rows"] = part["rows"].double()
+    elif how == "row":
+        part["last_event"] = part["last_event"][:-1]
+    elif how == "added":
+        part["moment"] = part["rows"].clone()
     elif how == "clock":
         part["log_decay"][-1] = 1.0
     else:
         del part[how]
 
 
-DAMAGES = ["unsorted", "twice", "outside", "negative", "future", "never"]
+DAMAGES = ["unsorted", "twice", "outside", "negative", "future", "never", "dtype", "row", "added", "ids"]
 
 
 @pytest.mark.parametrize("how", [*DAMAGES, "clock", "rows", "last_event", "second", "log_decay", "log_beta2"])
@@ -154,6 +133,58 @@ def test_a_damaged_later_part_leaves_a_table_that_refuses_until_it_is_loaded(how
         table.pull([torch.tensor([1])])
     load_parts(table, good)
     assert same(whole(table), whole(train(make(), 0, 6)))
+
+
+@pytest.mark.parametrize("columns", [torch.zeros(2, 6).double(), torch.zeros(2, 5)])
+def test_columns_of_another_shape_or_dtype_are_refused_and_change_nothing(columns):
+    part = whole(train(make("factored"), 0, 6)) | {"columns": columns}
+    table = train(make("factored"), 0, 2)
+    before = whole(table)
+    with pytest.raises(ValueError, match=r"words.*another shape.*columns"):
+        load_parts(table, [part])
+    assert same(whole(table), before)
+
+
+def test_loading_copies_and_saving_too():
+    part = whole(train(make("factored"), 0, 4))
+    table = make("factored")
+    load_parts(table, [part])
+    kept = whole(table)
+    for tensor in part.values():
+        tensor.zero_()
+    assert same(whole(table), kept)
+    found = next(state_parts(table))
+    train(table, 4, 6)
+    assert same(found, kept)
+
+
+def test_a_disk_that_refuses_while_loading_leaves_a_table_that_refuses(tmp_path, monkeypatch):
+    parts = list(state_parts(train(make(), 0, 5), 900))
+    rule = RowRule("adam", weight_decay=0.2)
+    table = RowTable(SPEC, rule, 7, name="words", place="file", folder=tmp_path)
+
+    def full(ids_U, values):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(table.stores["last_event"], "write", full)
+    with pytest.raises(OSError, match="No space"):
+        load_parts(table, parts)
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match=r"words.*in part.*checkpoint"):
+        table.pull([torch.tensor([1])])
+    load_parts(table, parts)
+    assert same(whole(table), whole(train(make(), 0, 5)))
+    table.close()
+
+
+@pytest.mark.parametrize("order", [[0, 0], [0, 2, 1], [0, 1, 1], [1, 0]])
+def test_parts_that_are_there_twice_or_out_of_order_are_refused(order):
+    parts = list(state_parts(train(make(), 0, 6), 600))
+    whole_clock = {key: parts[0][key] for key in ("log_decay", "log_beta2")}
+    bare = [{key: tensor for key, tensor in part.items() if key not in whole_clock} for part in parts]
+    given = [bare[n] for n in order]
+    with pytest.raises(ValueError, match=r"words.*not ascending"):
+        load_parts(make(), [given[0] | whole_clock, *given[1:]])
 
 
 def test_no_part_at_all_and_sets_from_before_are_refused():

@@ -148,10 +148,10 @@ def test_ids_outside_a_working_set_are_refused(wrong):
         table.pull([]).slots_of(torch.tensor([3]))
 
 
-def refused(table: RowTable, ws, match: str, lr: float = 0.1, beta2: float | None = None) -> None:
+def refused(table: RowTable, ws, match: str, lr: float = 0.1, beta2: float | None = None, scale: float = 1.0) -> None:
     before, rows = snapshot(table), ws.rows.detach().clone()
     with pytest.raises(ValueError, match=match):
-        table.push(ws, lr, beta2)
+        table.push(ws, lr, beta2, scale)
     assert same_bits(before, snapshot(table)) and torch.equal(rows, ws.rows.detach())
 
 
@@ -183,6 +183,40 @@ def test_an_unusable_learning_rate_or_beta2_is_refused_and_changes_nothing(kind,
     assert table.push(ws, 0.1) == 2
 
 
+@pytest.mark.parametrize("scale", [0.0, -1.0, math.nan, math.inf])
+@pytest.mark.parametrize("ids", [[5, 9], []])
+def test_a_factor_on_gradients_that_is_no_factor_is_refused_and_changes_nothing(scale, ids):
+    table = make()
+    train(table, 0, 2)
+    ws = table.pull([torch.tensor(ids).long()])
+    ws.gather(0).sum().backward()
+    refused(table, ws, r"words.*times.*above 0", scale=scale)
+    assert table.push(ws, 0.1) == len(ids)
+
+
+def test_fetched_rows_are_taken_once_and_by_their_own_table():
+    table, twin = make(), make()
+    raw = table.fetch(table.plan([torch.tensor([5, 9])]))
+    with pytest.raises(ValueError, match=r"words.*another.*fetch again"):
+        twin.take(raw)
+    ws = table.take(raw)
+    rows = ws.rows.detach().clone()
+    with pytest.raises(ValueError, match=r"words.*taken already: fetch again"):
+        table.take(raw)
+    assert torch.equal(ws.rows, rows) and table.push(ws, 0.1) == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64])
+def test_ids_may_be_of_any_integer_dtype_and_shape(dtype):
+    table = make()
+    ids = torch.randint(50, (3, 4)).to(dtype).t()
+    plan = table.plan([ids, ids[0, 0], ids[:0]])
+    assert plan.ids.dtype == torch.int64 and plan.ids.tolist() == sorted(set(ids.flatten().tolist()))
+    for one, slots in zip((ids, ids[0, 0], ids[:0]), plan.slots):
+        assert slots.dtype == torch.int64 and torch.equal(plan.ids[slots], one.long())
+    assert torch.equal(table.read_rows(ids), table.read_rows(torch.arange(50))[ids.long()])
+
+
 def test_a_working_set_that_is_out_of_date_is_refused_and_changes_nothing():
     table, twin = make(), make()
     ids = [torch.tensor([5, 9])]
@@ -207,6 +241,12 @@ def test_a_working_set_that_is_out_of_date_is_refused_and_changes_nothing():
 def test_a_spec_out_of_range_is_refused(field, value):
     with pytest.raises(ValueError, match=field):
         TableSpec(**{"rows": 1, "lanes": 1, "dim": 1, "init": 0.0, field: value})
+
+
+@pytest.mark.parametrize("shape", [(1 << 60, 2, 4), (2**63 - 1, 1, 2), (1, 1 << 32, 1 << 31), (2**63, 1, 1)])
+def test_more_numbers_than_an_int64_counts_are_refused(shape):
+    with pytest.raises(ValueError, match=rf"{shape[0]} rows x {shape[1]} lanes.*2\*\*63 - 1.*fewer rows"):
+        TableSpec(*shape, 0.0)
 
 
 def test_a_rounded_dtype_is_refused():
@@ -322,29 +362,6 @@ def test_state_is_one_fp32_a_lane_and_one_int32_a_row(kind, a_row):
 
 def test_the_factored_rule_keeps_one_float64_a_column_too():
     assert make("factored", TableSpec(1000, 6, 64, 0.0)).bytes_by_kind()["columns"] == 6 * 64 * 8
-
-
-def test_a_disk_that_refuses_leaves_a_table_that_refuses(tmp_path, monkeypatch):
-    """Half of an event may be written: what is on the disk is of no use, and the table says so from then on."""
-    table = RowTable(SPEC, RowRule("adam"), 1, name="words", place="file", folder=tmp_path)
-    train(table, 0, 2)
-    ws = table.pull(cycle_of(2))
-    backward(ws.gather(0), 0)
-
-    def full(ids_U, values):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(table.stores["second"], "write", full)
-    with pytest.raises(OSError, match="No space"):
-        table.push(ws, 0.1)
-    monkeypatch.undo()
-    for call in (
-        lambda: table.pull([torch.tensor([1])]),
-        lambda: table.push(ws, 0.1),
-        lambda: list(state_parts(table)),
-    ):
-        with pytest.raises(ValueError, match=r"words.*event 3.*No space.*checkpoint"):
-            call()
 
 
 @pytest.mark.parametrize(

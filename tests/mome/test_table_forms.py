@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import queue
 import threading
 
 import pytest
 import torch
 
+from mome.table.parts import load_parts, state_parts
 from mome.table.rows import RowTable, TableSpec
 from optim.rows import KINDS, RowRule
 
@@ -72,27 +76,26 @@ def test_a_fetch_older_than_what_is_remembered_is_read_anew():
 @pytest.mark.parametrize("place", PLACES)
 def test_fetches_in_a_thread_beside_pushes_see_no_torn_row(place, tmp_path):
     """The thread fetches all the time; whatever it read, what is taken equals a pull."""
-    table, fetched, stop = make(tmp_path, place), [], threading.Event()
+    table, fetched, stop = make(tmp_path, place), queue.Queue(4), threading.Event()
     plan = table.plan([torch.arange(80)])
 
     def read():
         while not stop.is_set():
-            if len(fetched) < 4:
-                fetched.append(table.fetch(plan))
+            fetched.put(table.fetch(plan))
 
     thread = threading.Thread(target=read)
     thread.start()
     try:
-        compared = 0
-        for event in range(60):
+        for event in range(80):
             push(table, table.pull(ids_of(event)), event)
-            if fetched:
-                compared += 1
-                assert torch.equal(table.take(fetched.pop(0)).rows, table.pull([torch.arange(80)]).rows)
+            assert torch.equal(table.take(fetched.get(timeout=60)).rows, table.pull([torch.arange(80)]).rows)
     finally:
         stop.set()
+        while thread.is_alive():
+            with contextlib.suppress(queue.Empty):
+                fetched.get(timeout=0.01)
         thread.join()
-    assert compared > 5
+    table.close()
 
 
 def test_bf16_and_its_low_half_are_float32_bit_for_bit():
@@ -156,6 +159,25 @@ def test_rounding_is_keyed_by_seed_event_and_row_alone():
     assert not torch.equal(alone.read_rows(torch.tensor([5])), other.read_rows(torch.tensor([5])))
 
 
+@pytest.mark.parametrize("format", FORMS)
+def test_files_of_an_earlier_table_are_made_anew_and_its_parts_bring_it_back(format, tmp_path):
+    """Without the clock, rows in a file are worth nothing: whoever opens it begins at event 0, or loads."""
+    first = make(tmp_path, "file", format)
+    rows = train(first, 8)
+    parts = list(state_parts(first, 500))
+    first.flush()
+    first.close()
+    second, fresh = make(tmp_path, "file", format), make(format=format)
+    assert second.event == 0 and torch.equal(second.read_rows(torch.arange(80)), fresh.read_rows(torch.arange(80)))
+    assert torch.equal(train(second, 3), train(fresh, 3))
+    load_parts(second, parts)
+    assert second.event == 8 and torch.equal(second.read_rows(torch.arange(80)), rows)
+    second.close()
+    second.close()
+    with pytest.raises(ValueError, match="closed"):
+        second.pull([torch.tensor([1])])
+
+
 def test_a_file_table_is_locked_and_says_so(tmp_path):
     table = make(tmp_path, "file")
     with pytest.raises(ValueError, match="in use"):
@@ -164,3 +186,44 @@ def test_a_file_table_is_locked_and_says_so(tmp_path):
     make(tmp_path, "file").close()
     with pytest.raises(ValueError, match="its rows is 80, here it is 81"):
         make(tmp_path, "file", spec=TableSpec(81, 2, 6, 0.3))
+
+
+@pytest.mark.parametrize("plane", ["rows", "second", "last_event"])
+def test_a_disk_that_refuses_leaves_a_table_that_refuses(plane, tmp_path, monkeypatch):
+    """Half of an event may be written: what is on the disk is of no use, and the table says so from then on."""
+    table = make(tmp_path, "file")
+    train(table, 2)
+    ws = table.pull(ids_of(2))
+
+    def full(ids_U, values):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(table.stores[plane], "write", full)
+    with pytest.raises(OSError, match="No space"):
+        push(table, ws, 2)
+    monkeypatch.undo()
+    for use in (
+        lambda: table.pull([torch.tensor([1])]), lambda: table.push(ws, 0.1), lambda: list(state_parts(table)),
+        lambda: table.fetch(table.plan([torch.tensor([1])])),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=r"words.*event 3.*No space.*checkpoint"):
+            use()
+
+
+def test_a_file_that_is_cut_leaves_a_table_that_refuses_even_when_it_is_whole_again(tmp_path):
+    table = make(tmp_path, "file")
+    ws, file = table.pull([torch.tensor([1, 2])]), tmp_path / "words" / "second.bin"
+    size = file.stat().st_size
+    os.truncate(file, 7)
+    with pytest.raises(ValueError, match=r"second.bin: truncated"):
+        table.push(ws, 0.1)
+    os.truncate(file, size)
+    with pytest.raises(ValueError, match=r"words.*event 1 .*truncated.*checkpoint"):
+        table.pull([torch.tensor([1])])
+
+
+def test_as_many_numbers_as_an_int64_counts_may_be_more_bytes_than_that(tmp_path):
+    spec = TableSpec((1 << 60) - 1, 2, 4, 0.0)
+    for place in PLACES:
+        with pytest.raises(ValueError, match=r"pass an int64: take fewer rows"):
+            make(tmp_path, place, spec=spec)

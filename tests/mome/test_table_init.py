@@ -53,6 +53,22 @@ def test_the_initialiser_is_uniform_and_keyed_by_seed_and_name():
     assert torch.equal(named[0], named[2]) and not torch.equal(named[0], named[1])
 
 
+@pytest.mark.parametrize("place", ["device", "host", "file"])
+@pytest.mark.parametrize("format", ["fp32", "bf16", "bf16+16", "fp8"])
+def test_every_place_and_format_begins_with_the_same_rows(place, format, tmp_path):
+    """What was never pushed is not rounded: it is not in the store."""
+    spec = TableSpec(90, 2, 7, 0.3)
+    folder = tmp_path if place == "file" else None
+    table = RowTable(spec, RULE, 5, name="words", format=format, place=place, folder=folder)
+    whole = initial_rows(spec, table.seed, torch.arange(90), torch.float32)
+    for ids in (torch.randperm(90)[:31], torch.tensor([[89, 89], [0, 3]]), torch.arange(90), torch.arange(0)):
+        assert torch.equal(table.read_rows(ids), whole[ids])
+    ws = table.pull([torch.arange(0, 90, 2)])
+    table.push(ws, 0.0)
+    assert torch.equal(table.read_rows(torch.arange(1, 90, 2)), whole[1::2])
+    table.close()
+
+
 def test_any_integer_is_a_seed():
     for seed in (-1, 0, 1 << 63, (1 << 64) + 1, -(1 << 70)):
         rows = RowTable(TableSpec(50, 3, 4, 0.3), RULE, seed).read_rows(torch.arange(50))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
+import time
 import weakref
 
 import pytest
@@ -61,6 +63,33 @@ def test_a_retained_graph_is_an_error_and_never_a_wrong_number():
     (ws.gather(0) * 2).sum()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+def test_a_retained_graph_that_needs_no_rows_adds_up():
+    """The gradient of a sum needs nothing of what was gathered: twice through it is twice the gradient."""
+    ws = make().pull([torch.tensor([4, 4, 7])])
+    loss = ws.gather(0).sum()
+    loss.backward(retain_graph=True)
+    ws.gather(0)
+    loss.backward()
+    assert torch.equal(ws.rows.grad, torch.tensor([4.0, 2.0]).double()[:, None, None].expand(2, 2, 8))
+
+
+def test_a_pushed_set_is_unusable_and_so_is_what_it_gathered():
+    table = make()
+    ws = table.pull([torch.tensor([1, 2, 2])])
+    loss = ws.gather(0).square().sum()
+    table.push(ws, 0.1)
+    # Its memory is that of the next one.
+    other = table.pull([torch.tensor([1, 2, 2])])
+    other.gather(0).sum().backward()
+    for use in (
+        loss.backward, lambda: ws.rows, lambda: ws.gather(0), lambda: ws.gather_slots(torch.tensor([0])),
+        lambda: table.grad_square(ws),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=r"event 0 .*used up: pull again"):
+            use()
+    assert torch.equal(other.rows.grad, torch.tensor([1.0, 2.0]).double()[:, None, None].expand(2, 2, 8))
 
 
 def test_a_gradient_of_a_gradient_is_refused():
@@ -145,19 +174,31 @@ def test_buffers_grow_to_what_is_needed_and_no_further():
 
 
 def test_buffers_serve_threads():
+    """No memory is lent to two at once; threads that take turns all the time would be lent the same."""
     buffers, wrong = Buffers(torch.device("cpu")), []
+    for lease in [buffers.take((5,), torch.int64) for _ in range(100)]:
+        buffers.give(lease)
 
     def work(mark):
-        for size in range(1, 200):
-            lease = buffers.take((size,), torch.int64)
-            lease.tensor.fill_(mark)
-            if not bool((lease.tensor == mark).all()):
-                wrong.append(size)
-            buffers.give(lease)
+        for size in range(400):
+            leases = [buffers.take((1 + size % 3,), torch.int64) for _ in range(3)]
+            for lease in leases:
+                lease.tensor.fill_(mark)
+            time.sleep(0)
+            wrong.extend(size for lease in leases if not bool((lease.tensor == mark).all()))
+            for lease in leases:
+                buffers.give(lease)
 
-    threads = [threading.Thread(target=work, args=(mark,)) for mark in range(4)]
-    [thread.start() for thread in threads]
-    [thread.join() for thread in threads]
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=work, args=(mark,)) for mark in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
     assert not wrong
 
 
