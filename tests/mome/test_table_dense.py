@@ -53,7 +53,7 @@ rule_numbers = st.fixed_dictionaries(
 
 
 @pytest.mark.parametrize("rule", RULES, ids=NAMES)
-@settings(max_examples=12, deadline=None, derandomize=True)
+@settings(max_examples=10, deadline=None, derandomize=True)
 @given(
     events=histories(ROWS), numbers=rule_numbers, shape=st.sampled_from([(2, 3), (1, 1), (3, 2), (1, 7)]),
     init=st.sampled_from([0.5, 0.0]),
@@ -108,7 +108,7 @@ def test_float32_is_as_near_to_the_truth_as_dense_float32(rule):
     """Against dense float64 from the same start; dense float32 rounds every row at every event, a table seldom."""
     table, naive = make(rule, (2, 5), torch.float32, rows=40)
     truth = Dense(rule, naive.weight_RLD.double())
-    events = history(5, 25, mixed(40), "cooldown to zero", 0.3, beta2s=(0.9, 0.99), clip=2.0)
+    events = history(5, 18, mixed(40), "cooldown to zero", 0.3, beta2s=(0.9, 0.99), clip=2.0)
     train_both(table, [truth, naive], events, check=False)
     found, plain = state_of(table), naive.state()
     for key, true in truth.state().items():
@@ -130,7 +130,7 @@ def test_d_float32_rounds_a_gap_once_however_long_it_was(rule):
         dense.second_RL = start.get("second", dense.second_RL).to(kind)
         dense.moment_RLD = start.get("moment", dense.moment_RLD).to(kind)
     decay = 1.0
-    for e in range(120):
+    for e in range(80):
         lr = 0.01 * (e % 30)
         table.push(table.pull([]), lr)
         [dense.push(lr, rule.beta2, torch.empty(0, dtype=torch.int64)) for dense in twins]
@@ -146,7 +146,7 @@ def test_d_float32_rounds_a_gap_once_however_long_it_was(rule):
         # 1e-12 for the float64 sums, and float32's smallest step for buffers that have all but gone.
         assert bool((off <= bounds[key] * (1 + 1e-6) + 1e-12 * truth[key].abs() + 2.0**-149).all()), key
     if rule.decays_untouched and not rule.keeps_moment:
-        # What rounds 120 times is not that near: the bound is one that code can miss.
+        # What rounds 80 times is not that near: the bound is one that code can miss.
         assert bool(((naive["rows"].double() - truth["rows"]).abs() > bounds["rows"]).any())
 
 
