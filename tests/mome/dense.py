@@ -175,7 +175,7 @@ def _scale(event: Event, norm: float) -> float:
 def histories(draw, rows: int = 9, most: int = 16) -> list[Event]:
     """Events by a pattern of touches for each row, one of the learning rate, and empty events in between.
 
-    The tenth touch or so of a row is a repeat; beta2 is one number or another one at every event.
+    A row that is touched is looked up one to four times; beta2 is one number, or another one at every event.
     """
     count = draw(st.integers(1, most))
     patterns = draw(st.lists(st.sampled_from(PATTERNS), min_size=rows, max_size=rows))

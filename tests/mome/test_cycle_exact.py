@@ -2,7 +2,7 @@
 
 Here: exactness points 1 and 2 with the real model, loss, memories and cycles, in float64 against a dense rule written
 out; periods that change, their beta2, clipping.
-Not here: the table alone (test_table_exact.py), which steps a cycle has (tests/optim/test_schedule.py).
+Not here: the table alone (test_table_dense.py), which steps a cycle has (tests/optim/test_schedule.py).
 """
 
 from __future__ import annotations

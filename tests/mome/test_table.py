@@ -1,6 +1,6 @@
 """RowTable: purity, refusals, restoring a cycle, order, repeats and sizes.
 
-Not here: dense equality (test_table_exact.py), the working set's memory (test_working.py), checkpoints (test_parts.py),
+Not here: dense equality (test_table_dense.py), the working set's memory (test_working.py), checkpoints (test_parts.py),
 formats, places and look-ahead (test_table_forms.py).
 """
 

@@ -30,10 +30,9 @@ from tests.mome.dense import (
     mixed,
     state_of,
     train_both,
-)  # fmt: skip
+)
 
 ROWS = 9
-EVERYTHING = torch.arange(ROWS)
 ROUNDING = 2.0**-24
 
 
