@@ -1,6 +1,6 @@
 """Work on a range of rows, shared out to threads.
 
-Lives here: `run` (equal shares), `run_shares` (shares of given bounds), `single_threaded`, and the threads behind them.
+Lives here: `run` (equal shares), `run_shares` (shares of given bounds), and the threads behind them.
 Not here: kernels; what is summed within one share, and so the bits of a result.
 
 Replaces numba's parallel=True, whose workqueue layer aborts the process when two threads enter parallel regions at
@@ -15,8 +15,8 @@ import ctypes
 import itertools
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from queue import SimpleQueue
 
 import torch
@@ -26,24 +26,9 @@ LEAST = 1024
 # Shares for each thread.
 SPLIT = 4
 
-_here = threading.local()
-
-
-@contextmanager
-def single_threaded() -> Iterator[None]:
-    """Within it, `run` and `run_shares` called from this thread work in this thread alone: for background threads."""
-    before = getattr(_here, "single", False)
-    _here.single = True
-    try:
-        yield
-    finally:
-        _here.single = before
-
 
 def thread_count(threads: int | None = None) -> int:
-    """How many threads a call uses: `threads`, or as many as torch is set to; 1 within single_threaded()."""
-    if getattr(_here, "single", False):
-        return 1
+    """How many threads a call uses: `threads`, or as many as torch is set to in this thread."""
     return torch.get_num_threads() if threads is None else threads
 
 

@@ -11,6 +11,7 @@ import math
 import mmap
 import os
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import numpy as np
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 
-class RowStore:
+class RowStore(ABC):
     """rows x tail numbers of one dtype, zero bytes at first, read and written by row id. Offsets are int64 throughout.
 
     Ids are int64 [U] and in range; `read` takes duplicates, `write` takes each id once. Sorted ids are the fastest:
@@ -48,21 +49,23 @@ class RowStore:
         """The rows themselves, [rows, *tail], where a kernel may write into them; None where it may not."""
         return None
 
+    @abstractmethod
     def read(self, ids_U: Tensor, out: Tensor | None = None) -> Tensor:
         """Copies of these rows: [U, *tail], into `out` (contiguous) if given."""
-        raise NotImplementedError
 
+    @abstractmethod
     def write(self, ids_U: Tensor, values: Tensor) -> None:
         """Overwrite these rows with values [U, *tail] of the store's dtype."""
-        raise NotImplementedError
 
     def flush(self) -> None:
         """Return once what was written survives a power cut, where the store can promise that."""
+        return
 
+    @abstractmethod
     def clear(self) -> None:
         """Every row is zero bytes again and takes no room. No other thread may use the store meanwhile."""
-        raise NotImplementedError
 
+    @abstractmethod
     def close(self) -> None:
         """Give memory, files and locks back; no thread uses the store then or after. A second time does nothing."""
 

@@ -136,7 +136,7 @@ class _SavedPlane:
         self, ids: list[np.ndarray], planes: list[tuple[np.ndarray, torch.dtype]], path: Path, tail: tuple[int, ...],
         dtype: torch.dtype,
     ):  # fmt: skip
-        self._ids, self._planes = ids, [plane for plane, _ in planes]
+        self._path, self._ids, self._planes = path, ids, [plane for plane, _ in planes]
         for ids_N, (plane, kind) in zip(ids, planes):
             if len(plane) != len(ids_N):
                 raise UserError(f"{path}: a part of {len(ids_N)} ids and {len(plane)} rows: it is damaged")
@@ -144,6 +144,9 @@ class _SavedPlane:
                 raise UserError(
                     f"{path}: holds rows of {list(plane.shape[1:])} {kind}, the configuration says {list(tail)} {dtype}"
                 )
+
+    def write(self, ids_U: Tensor, values: Tensor) -> None:
+        raise ValueError(f"{self._path}: rows of a checkpoint are only read; load them into a table that trains")
 
     def read(self, ids_U: Tensor, out: Tensor) -> Tensor:
         """Copies of these rows (int64 [U]) into out [U, *tail]."""

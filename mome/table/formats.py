@@ -47,10 +47,6 @@ class RowFormat(ABC):
         Without `out` a plane may be the rows themselves.
         """
 
-    def bytes_a_row(self, lanes: int, dim: int) -> int:
-        """Bytes of all planes of one row."""
-        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.planes(lanes, dim).values())
-
 
 class _Plain(RowFormat):
     """The numbers as a step computes with them."""

@@ -41,8 +41,9 @@ class RowTable:
     float64 for exactness tests, whatever the format of the rows.
 
     format: how a row is kept, a name of mome.table.formats. place: "device"; "host" (rows in host memory, state on the
-    device); "file" (everything in sparse files under `folder`; resident_bytes, keep_cached: see MmapStore). stores: in
-    place of those, stores made already, by the names of `kept`.
+    device); "file" (everything in sparse files under `folder`, which are emptied: what a table was is in its
+    checkpoint; resident_bytes, keep_cached: see MmapStore). stores: in place of those, stores made already, by the
+    names of `kept`.
     Raises ValueError for what does not fit together.
     """
 
@@ -304,6 +305,9 @@ class RowTable:
         for key, values in planes.items():
             self.stores[key].write(ws.ids, values)
         self.first_touched.append(fresh_U)
+        if len(self.first_touched) > _REMEMBERED:
+            # One list of all, or there would be one more for each event.
+            self.first_touched = [torch.cat(self.first_touched)]
 
     def read_rows(self, ids: Tensor) -> Tensor:
         """What the rows with these ids (any shape, duplicates allowed) are worth now: [*ids.shape, lanes, dim]."""

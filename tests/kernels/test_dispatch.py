@@ -29,11 +29,10 @@ NO_NUMBA = """
 import sys
 sys.modules["numba"] = None
 import torch
-from kernels.cpu.threads import run, single_threaded
+from kernels.cpu.threads import run
 from kernels.gather import gather_rows, scatter_rows_
 from kernels.segments import segments_of, unique_ids
-with single_threaded():
-    assert run(lambda begin, end: end, 5, threads=2, least=1) == [5]
+assert run(lambda begin, end: end, 5, threads=1, least=1) == [5]
 rows = torch.arange(12.0).view(3, 4)
 for _ in range(2):
     unique, slots = unique_ids(torch.tensor([2, 0, 2]))
@@ -238,22 +237,6 @@ def test_the_work_is_shared_and_torch_says_by_how_many(monkeypatch):
     assert 1 < len(set(threads.run(who, 12, least=1))) <= 3
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     assert set(threads.run(who, 12, least=1)) == {threading.get_ident()}
-
-
-def test_single_threaded_is_for_one_thread_and_ends():
-    me = threading.get_ident()
-    with threads.single_threaded():
-        with threads.single_threaded():
-            assert threads.thread_count(4) == threads.thread_count() == 1
-        assert (
-            set(threads.run(who, 4, threads=4, least=1)) == set(threads.run_shares(who, [0, 1, 2], threads=2)) == {me}
-        )
-        other = []
-        thread = threading.Thread(target=lambda: other.append(threads.thread_count(4)))
-        thread.start()
-        thread.join()
-        assert other == [4]
-    assert threads.thread_count(4) == 4
 
 
 def test_a_fault_surfaces_when_all_shares_are_done():

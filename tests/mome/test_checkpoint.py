@@ -54,6 +54,15 @@ def test_one_flipped_bit_is_seen(tmp_path):
     assert checkpoint.newest(tmp_path, print).name == "step_000001"
 
 
+def test_a_damaged_one_of_the_same_step_is_written_anew(tmp_path):
+    save(tmp_path, 1)
+    weights = save(tmp_path, 2) / "model.safetensors"
+    content = weights.read_bytes()
+    weights.write_bytes(content[:-2] + bytes([content[-2] ^ 0x40]) + content[-1:])
+    save(tmp_path, 2)
+    assert checkpoint.newest(tmp_path, print).name == "step_000002" and weights.read_bytes() == content
+
+
 def test_none_whole_is_refused_and_nothing_is_removed(tmp_path):
     for path in [save(tmp_path, step) for step in (1, 2)]:
         (path / "COMPLETE").write_text("5")

@@ -35,7 +35,8 @@ def test_the_names_are_the_formats():
     ("name", "size"), [("fp32", 768), ("fp64", 1536), ("bf16", 384), ("bf16+16", 768), ("fp8", 204)]
 )
 def test_bytes_a_row(name, size):
-    assert row_format(name).bytes_a_row(3, 64) == size
+    planes = row_format(name).planes(3, 64).values()
+    assert sum(torch.Size(tail).numel() * kind.itemsize for tail, kind in planes) == size
 
 
 @pytest.mark.parametrize("shape", SHAPES)

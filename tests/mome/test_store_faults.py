@@ -331,6 +331,15 @@ def test_a_disk_that_is_full_in_the_middle_of_a_write(backend, bound, small_disk
         assert store.read(ids[:30]).eq(3).all() and not store.read(torch.tensor([3, 900])).any()
 
 
+def test_reading_what_was_never_written_takes_no_room_even_where_a_hole_read_through_a_map_would(small_disk):
+    """On tmpfs such a page is made, and where there is no room for it the process ends by a signal."""
+    with MmapStore(small_disk / "t", 30, (1024,), torch.float32) as store:
+        store.write(torch.tensor([3]), torch.ones(1, 1024))
+        before = store.allocated_bytes
+        assert not store.read(torch.arange(4, 30)).any() and store.read(torch.tensor([3])).eq(1).all()
+        assert store.allocated_bytes == before
+
+
 @pytest.mark.parametrize("backend", ["reference", "numba"])
 def test_a_file_that_may_not_grow_in_the_middle_of_a_write(backend, path, monkeypatch):
     """A limit of the process stands for a full disk where none can be mounted: a real refusal of the system."""

@@ -375,3 +375,11 @@ def test_the_factored_rule_keeps_one_float64_a_column_too():
 def test_what_does_not_fit_together_is_refused(given, match):
     with pytest.raises(ValueError, match=match):
         RowTable(SPEC, RowRule("adam"), 1, name="words", **given)
+
+
+def test_every_row_ever_touched_is_remembered_once_over_many_events():
+    table = make(spec=TableSpec(300, 1, 2, 0.0))
+    for event in range(150):
+        table.push(table.pull([torch.tensor([2 * event, max(0, 2 * event - 2)])]), 0.1)
+    assert torch.equal(table.touched_ids(), torch.arange(0, 300, 2)) and table.touched_rows == 150
+    assert len(table.first_touched) == 1

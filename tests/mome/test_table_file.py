@@ -187,6 +187,12 @@ def test_a_saved_table_that_was_never_or_wholly_touched(tmp_path):
         push_random(table)
 
 
+def test_a_saved_table_does_not_train(tmp_path):
+    read = saved_table(SPEC, RowRule("adam"), 7, "words", "fp32", saved(trained(weight_decay=0.0), tmp_path))
+    with pytest.raises(ValueError, match=r"words.000.safetensors.*only read.*a table that trains"):
+        push_random(read)
+
+
 def test_a_saved_table_refuses_ids_as_the_live_one_does(tmp_path):
     table = trained()
     read = saved_table(SPEC, table.rule, 7, "words", "fp32", saved(table, tmp_path))

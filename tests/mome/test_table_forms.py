@@ -188,6 +188,25 @@ def test_a_file_table_is_locked_and_says_so(tmp_path):
         make(tmp_path, "file", spec=TableSpec(81, 2, 6, 0.3))
 
 
+@pytest.mark.parametrize("fault", [MemoryError("no room"), KeyboardInterrupt("stop"), RuntimeError("a fault")])
+def test_whatever_stops_a_push_half_way_leaves_a_table_that_refuses(fault, monkeypatch):
+    """In memory the new rows are written before their state is."""
+    table = make()
+    train(table, 2)
+    ws = table.pull(ids_of(2))
+
+    def stopped(ids_U, values):
+        raise fault
+
+    monkeypatch.setattr(table.stores["second"], "write", stopped)
+    with pytest.raises(type(fault)):
+        push(table, ws, 2)
+    monkeypatch.undo()
+    for use in (lambda: table.pull([torch.tensor([1])]), lambda: list(state_parts(table))):
+        with pytest.raises(ValueError, match=r"words.*event 3.*checkpoint"):
+            use()
+
+
 @pytest.mark.parametrize("plane", ["rows", "second", "last_event"])
 def test_a_disk_that_refuses_leaves_a_table_that_refuses(plane, tmp_path, monkeypatch):
     """Half of an event may be written: what is on the disk is of no use, and the table says so from then on."""

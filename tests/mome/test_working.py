@@ -218,3 +218,35 @@ def test_a_dropped_graph_leaks_nothing():
     del ws
     gc.collect()
     assert seen() is None
+
+
+def test_a_result_that_only_a_detached_copy_still_shows_is_marked_as_changed():
+    ws = make().pull([torch.randint(500, (50,))])
+    x, w = ws.gather(0), torch.ones(50, 2, 8, dtype=torch.float64, requires_grad=True)
+    detached, first = x.detach(), x.sum()
+    second = (detached * w).sum()
+    del x
+    first.backward()
+    del first
+    (ws.gather(0) * 2).sum()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        second.backward()
+
+
+def test_forward_passes_that_are_abandoned_hold_no_memory():
+    """As in activation checkpointing: the graph goes, and what was lent to it goes along, before the push and after."""
+    table = make(torch.float32)
+    ws = table.pull([torch.arange(400)])
+    for _ in range(100):
+        ws.gather(0)
+    table.push(ws, 0.1)
+    assert sum(len(kind) for kind in table._buffers._free.values()) < 10
+
+
+def test_a_small_request_leaves_a_large_buffer_to_who_needs_it():
+    buffers = Buffers(torch.device("cpu"))
+    large = buffers.take((1_000_000,), torch.float32)
+    memory = large.memory
+    buffers.give(large)
+    small = buffers.take((5000,), torch.float32)
+    assert small.memory is not memory and buffers.take((900_000,), torch.float32).memory is memory

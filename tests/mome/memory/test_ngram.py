@@ -257,6 +257,7 @@ def test_a_table_beyond_32_bits():
         ("orders", (), {}), ("orders", (4,), {}), ("orders", (3, 2), {}), ("orders", (2, 2), {"hash": "mix"}),
         ("orders", (1, 2), {"hash": "mix"}), ("orders", (9,), {"hash": "mix"}), ("sign_rows", -1, {}),
         ("sign_rows", 1 << 31, {}), ("hash", "sum", {}), ("heads", 0, {"hash": "mix"}), ("heads", 2, {}),
+        ("heads", 65, {"hash": "mix"}),
     ],
 )  # fmt: skip
 def test_refused(option, value, others):
