@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from kernels import backend
+from kernels.row_update import mean_square
 from kernels.segments import Segments
 
 # Bytes that a share has at least: less is moved in the time that another thread takes to wake. And bytes that are
@@ -103,8 +104,13 @@ def _segment_sum_in_torch(sums_UE: Tensor, grad_NE: Tensor, segments: Segments, 
     sums_UE.index_copy_(0, segments.slots, total_SE.to(sums_UE.dtype))
 
 
-def segment_sum_(sums_UE: Tensor, grad_NE: Tensor, segments: Segments, *, add: bool) -> None:
+def segment_sum_(
+    sums_UE: Tensor, grad_NE: Tensor, segments: Segments, *, add: bool, power_UL: Tensor | None = None
+) -> None:  # fmt: skip
     """sums[slot] = the sum of grad over the positions of a segment, or with add: += it; other rows are not touched.
+
+    power: [U, L] of the dtype of sums, L a divisor of E: the mean of the squares of each lane (E / L numbers) of the
+    rows that were summed, the bits of kernels.row_update.mean_square.
 
     sums: [U, E]; grad: [N, E] of its dtype, only read; segments: segments_of(the N slots, U). Sums are made
     position after position, in float32 or more. Raises ValueError for shapes, dtypes or segments that do not fit.
@@ -113,14 +119,22 @@ def segment_sum_(sums_UE: Tensor, grad_NE: Tensor, segments: Segments, *, add: b
     _check_alike(grad_NE, (len(segments.order), *sums_UE.shape[1:]), sums_UE.dtype, "segment_sum_ of")
     if sums_UE.ndim != 2:
         raise ValueError(f"segment_sum_ into {list(sums_UE.shape)}: give rows of numbers, [U, E]")
+    if power_UL is not None:
+        lanes = power_UL.shape[-1]
+        _check_alike(power_UL, (len(sums_UE), lanes), sums_UE.dtype, "segment_sum_ with power")
+        if not lanes or sums_UE.shape[1] % lanes:
+            raise ValueError(f"segment_sum_ with power of {lanes} lanes: rows of {sums_UE.shape[1]} do not split so")
     if not grad_NE.numel():
         return
     if not sums_UE.is_cuda and (highest := int(segments.slots[-1])) >= len(sums_UE):
         raise ValueError(f"segment_sum_: slot {highest} is outside 0 to {len(sums_UE) - 1}")
     if sums_UE.dtype in (torch.float32, torch.float64) and _fast(sums_UE, grad_NE, narrowest=0):
-        _segment_sum(sums_UE, grad_NE, segments, add)
-    else:
-        _segment_sum_in_torch(sums_UE, grad_NE, segments, add)
+        _segment_sum(sums_UE, grad_NE, segments, add, power_UL)
+        return
+    _segment_sum_in_torch(sums_UE, grad_NE, segments, add)
+    if power_UL is not None:
+        sums_SLD = sums_UE.index_select(0, segments.slots).unflatten(1, (lanes, -1))
+        power_UL.index_copy_(0, segments.slots, mean_square(sums_SLD))
 
 
 def _fast(rows: Tensor, others: Tensor, narrowest: int = NARROWEST) -> bool:
@@ -146,7 +160,9 @@ def _copy(way: str, rows: Tensor, ids_N: Tensor, others: Tensor) -> None:
         raise ValueError(f"{way}: row id {ids[wrong]} is outside 0 to {len(rows) - 1}")
 
 
-def _segment_sum(sums_UE: Tensor, grad_NE: Tensor, segments: Segments, add: bool) -> None:
+def _segment_sum(
+    sums_UE: Tensor, grad_NE: Tensor, segments: Segments, add: bool, power_UL: Tensor | None = None
+) -> None:  # fmt: skip
     from kernels.cpu import gather as cpu
     from kernels.cpu import threads
 
@@ -157,7 +173,8 @@ def _segment_sum(sums_UE: Tensor, grad_NE: Tensor, segments: Segments, add: bool
     shares = threads.share_count(work, least=SHARE // (grad_NE.nbytes // len(grad_NE) + ROW))
     goals = (work * share // shares for share in range(shares + 1))
     bounds = [bisect_left(range(len(slots)), goal, key=lambda s: int(starts[s]) + s) for goal in goals]
-    threads.run_shares(cpu.segment_sum, bounds, sums, grad, order, starts, slots, add)
+    power = sums[:0] if power_UL is None else power_UL.numpy()
+    threads.run_shares(cpu.segment_sum, bounds, sums, grad, order, starts, slots, add, power)
 
 
 def _check_ids(ids_N: Tensor, op: str) -> None:
@@ -189,10 +206,12 @@ def _self_check() -> bool:
     _copy("scatter", changed_RE, slots_U, out_NE[:2])
     segments = Segments(torch.tensor([1, 3, 0, 2]), torch.tensor([0, 1, 2, 4]), torch.tensor([0, 1, 4]))
     sums_RE = rows_RE.clone()
-    _segment_sum(sums_RE, out_NE, segments, add=True)
+    power_RL = torch.zeros(5, 1)
+    _segment_sum(sums_RE, out_NE, segments, add=True, power_UL=power_RL)
+    expected_RL = sums_RE.square().mean(dim=1, keepdim=True).index_fill_(0, torch.tensor([2, 3]), 0.0)
     pairs = [
         (out_NE, gather_rows_reference(rows_RE, ids_N)),
         (changed_RE, scatter_rows_reference(rows_RE, slots_U, out_NE[:2])),
         (sums_RE, segment_sum_reference(rows_RE, out_NE, segments, add=True)),
     ]
-    return all(torch.equal(one, other) for one, other in pairs)
+    return all(torch.equal(one, other) for one, other in pairs) and torch.allclose(power_RL, expected_RL)

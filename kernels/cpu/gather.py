@@ -13,7 +13,7 @@ from __future__ import annotations
 import numpy as np
 
 from kernels.cpu import jit
-from kernels.cpu.intrinsics import copy_row, prefetch
+from kernels.cpu.intrinsics import copy_row, mean_of_squares, prefetch
 
 # Lookups ahead, and bytes of a row; measured best of 2 to 16 lookups, and of 256 bytes to whole rows of 6 KB.
 AHEAD = 8
@@ -73,9 +73,14 @@ def scatter(begin, end, rows_RB, ids_U, values_UB):
 
 
 @jit
-def segment_sum(begin, end, sums_UE, grad_NE, order_N, starts_M, slots_S, add):
-    """sums[slots[s]] = the sum of grad[order[k]] over segment s, or += it."""
+def segment_sum(begin, end, sums_UE, grad_NE, order_N, starts_M, slots_S, add, power_UL):
+    """sums[slots[s]] = the sum of grad[order[k]] over segment s, or += it; power (if it has rows): their mean squares.
+
+    A row just summed is in the first cache: its squares cost no second journey.
+    """
     count, width = grad_NE.shape
+    lanes = power_UL.shape[1] if len(power_UL) else 0
+    one = sums_UE.dtype.type(1)
     step, most = _reach(grad_NE)
     total_E = np.empty(width, sums_UE.dtype)
     for s in range(begin, end):
@@ -92,6 +97,8 @@ def segment_sum(begin, end, sums_UE, grad_NE, order_N, starts_M, slots_S, add):
             else:
                 for j in range(width):
                     sums_UE[slot, j] = grad_NE[row, j]
+            for lane in range(lanes):
+                power_UL[slot, lane] = mean_of_squares(_lane(sums_UE[slot], lane, lanes), one)
             continue
         total_E[:] = 0
         for k in range(first, last):
@@ -107,3 +114,11 @@ def segment_sum(begin, end, sums_UE, grad_NE, order_N, starts_M, slots_S, add):
         else:
             for j in range(width):
                 sums_UE[slot, j] = total_E[j]
+        for lane in range(lanes):
+            power_UL[slot, lane] = mean_of_squares(_lane(sums_UE[slot], lane, lanes), one)
+
+
+@jit
+def _lane(row_E, lane, lanes):
+    dim = len(row_E) // lanes
+    return row_E[lane * dim : (lane + 1) * dim]

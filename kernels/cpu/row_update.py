@@ -11,13 +11,12 @@ and shapes and ids were checked before (there are no bounds checks here). Oracle
 
 from __future__ import annotations
 
-from functools import partial
-
 import numpy as np
 import torch
 from torch import Tensor
 
 from kernels.cpu import jit
+from kernels.cpu.intrinsics import mean_of_squares
 from kernels.cpu.threads import run
 from kernels.row_update import RowEvent
 
@@ -85,18 +84,11 @@ def _least(array: np.ndarray) -> int:
     return max(1, _SHARE // max(1, array[:1].size))
 
 
-@partial(jit, fastmath={"reassoc", "contract", "nsz"})
+@jit
 def _mean_square(begin, end, grad, power, scale):
-    # Sums may be taken in any order, so that they fill vector registers; NaN and infinity keep their meaning.
-    dim = grad.shape[2]
     for u in range(begin, end):
         for lane in range(grad.shape[1]):
-            row = grad[u, lane]
-            total = scale - scale
-            for d in range(dim):
-                scaled = scale * row[d]
-                total += scaled * scaled
-            power[u, lane] = total / dim
+            power[u, lane] = mean_of_squares(grad[u, lane], scale)
 
 
 @jit

@@ -230,7 +230,8 @@ class RowTable:
         """Sum of the squares of a working set's gradient so far, duplicates summed first: what a global norm is of."""
         if ws.rows.grad is None:
             return 0.0
-        return float(mean_square(ws.rows.grad).sum(dtype=torch.float64)) * self.spec.dim
+        power_UL = mean_square(ws.rows.grad) if ws.power is None else ws.power
+        return float(power_UL.sum(dtype=torch.float64)) * self.spec.dim
 
     @torch.no_grad()
     def push(self, ws: WorkingSet, lr: float, beta2: float | None = None, scale: float = 1.0) -> int:
@@ -257,7 +258,7 @@ class RowTable:
         if not 0.0 < scale < math.inf:
             raise ValueError(f"table {self.name!r}: a gradient times {scale}: the factor must be finite and above 0")
         grad_ULD, rows_ULD = rows_ULD.grad, rows_ULD.detach()
-        power_UL = mean_square(grad_ULD, scale)
+        power_UL = mean_square(grad_ULD, scale) if ws.power is None or scale != 1.0 else ws.power
         if len(ws.ids) and not bool(power_UL.amax().isfinite()):
             row = int(ws.ids[~power_UL.isfinite().all(dim=1)][0])
             raise ValueError(

@@ -34,7 +34,8 @@ class Buffers:
     def __init__(self, device: torch.device, reuse: bool = True) -> None:
         self._reuse = reuse and device.type == "cpu"
         self._device = device
-        self._free: dict[torch.dtype, list[Tensor]] = {}
+        # With their sizes, which are cheaper to look at than a tensor's.
+        self._free: dict[torch.dtype, list[tuple[int, Tensor]]] = {}
         self._lock = threading.Lock()
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> Lease:
@@ -45,13 +46,19 @@ class Buffers:
         with self._lock:
             free = self._free.setdefault(dtype, [])
             # Not one many times too large: it will be missed by who needs it.
-            fits = [one for one in free if count <= len(one) <= max(4 * count, _SMALL)]
-            short = [one for one in free if len(one) < count]
+            most, fits, short = max(4 * count, _SMALL), None, None
+            for place, (size, _) in enumerate(free):
+                if size < count:
+                    if short is None or size > free[short][0]:
+                        short = place
+                elif size <= most and (fits is None or size < free[fits][0]):
+                    fits = place
             # The smallest that fits; where none does, the largest below goes, or the list would only ever grow.
-            chosen = min(fits, key=len) if fits else max(short, key=len, default=None)
-            if chosen is not None:
-                free[:] = [one for one in free if one is not chosen]
-            if not fits:
+            if fits is not None:
+                _, chosen = free.pop(fits)
+            else:
+                if short is not None:
+                    free.pop(short)
                 chosen = torch.empty(max(1, math.ceil(_SPARE * count)), dtype=dtype)
         # Not a view: autograd would track one, and refuse to let its base be written again.
         tensor = torch.empty(0, dtype=dtype).set_(chosen.untyped_storage(), 0, tuple(shape))
@@ -61,7 +68,7 @@ class Buffers:
         """Take a lease back; whoever still looks at its tensor will see it change."""
         if lease.memory is not None:
             with self._lock:
-                self._free[lease.memory.dtype].append(lease.memory)
+                self._free[lease.memory.dtype].append((lease.memory.numel(), lease.memory))
             lease.memory = None
 
 
@@ -133,6 +140,7 @@ class WorkingSet:
     state: dict[str, Tensor] = field(default_factory=dict)
     buffers: Buffers | None = None
     leases: list[Lease] = field(default_factory=list)
+    _power: tuple[Tensor, Tensor, int] | None = None
 
     @property
     def rows(self) -> Tensor:
@@ -184,10 +192,25 @@ class WorkingSet:
         fresh = rows_ULD.grad is None
         if fresh:
             sums_ULD = self.lend(rows_ULD.shape).tensor
+            power_UL = self.lend(rows_ULD.shape[:2]).tensor
             if len(segments.slots) < count:
                 sums_ULD.zero_()
+                power_UL.zero_()
             rows_ULD.grad = sums_ULD
-        segment_sum_(rows_ULD.grad.view(count, size), grad_NE, segments, add=not fresh)
+        else:
+            power_UL = self.power
+        segment_sum_(rows_ULD.grad.view(count, size), grad_NE, segments, add=not fresh, power_UL=power_UL)
+        if power_UL is not None:
+            self._power = (power_UL, rows_ULD.grad, rows_ULD.grad._version)
+
+    @property
+    def power(self) -> Tensor | None:
+        """Mean square of each lane of rows.grad, [U, lanes], as it came with the sums; None where it must be computed:
+        somebody else made or changed the gradient."""
+        if self._power is None:
+            return None
+        power_UL, grad_ULD, version = self._power
+        return power_UL if self.rows.grad is grad_ULD and grad_ULD._version == version else None
 
     def lend(self, shape: Sequence[int]) -> Lease:
         """Memory of the rows' dtype for as long as this set lives."""
@@ -206,7 +229,7 @@ class WorkingSet:
         for tensor in (self.leaf, self.leaf.grad):
             if tensor is not None:
                 torch.autograd.graph.increment_version(tensor)
-        self.leaf = None
+        self.leaf = self._power = None
         self.state = {}
         for lease in self.leases:
             self.buffers.give(lease)

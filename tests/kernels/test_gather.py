@@ -26,6 +26,7 @@ from kernels.gather import (
     segment_sum_,
     segment_sum_reference,
 )
+from kernels.row_update import mean_square
 from kernels.segments import segments_of, unique_ids
 
 # The widths lie below, at and above what is copied as a block and what is asked for early; 97 is prime.
@@ -213,6 +214,30 @@ def test_segment_sums_are_those_of_loops(slots_N, dtype, width, add, forced, poi
     assert torch.equal(segment_sum_reference(sums_UE, grad_NE, segments, add), expected)
     segment_sum_(sums_UE, grad_NE, segments, add=add)
     assert torch.equal(sums_UE, expected) and torch.equal(grad_NE, before)
+
+
+@pytest.mark.parametrize("slots_N", SLOTS.values(), ids=SLOTS)
+@pytest.mark.parametrize(("lanes", "dim"), [(1, 1), (1, 97), (2, 16), (3, 9), (5, 8)])
+@pytest.mark.parametrize("add", [False, True])
+def test_the_power_of_summed_rows_has_the_bits_of_mean_square(slots_N, lanes, dim, add, forced):
+    rows = int(slots_N.max()) + 3
+    for dtype in (torch.float32, torch.float64):
+        sums_UE, grad_NE = table((rows, lanes * dim), dtype), table((len(slots_N), lanes * dim), dtype)
+        power_UL = torch.full((rows, lanes), -1.0, dtype=dtype)
+        segments = segments_of(slots_N, rows)
+        segment_sum_(sums_UE, grad_NE, segments, add=add, power_UL=power_UL)
+        expected = mean_square(sums_UE.view(rows, lanes, dim))
+        untouched = torch.ones(rows, dtype=torch.bool).index_fill_(0, segments.slots, False)
+        assert (power_UL[untouched] == -1.0).all() and torch.equal(power_UL[~untouched], expected[~untouched])
+        exact = sums_UE.double().view(rows, lanes, dim).square().mean(-1)
+        torch.testing.assert_close(expected.double(), exact, rtol=8 * torch.finfo(dtype).eps, atol=0)
+
+
+def test_power_that_does_not_fit_is_refused():
+    segments = segments_of(torch.tensor([0, 1]), 2)
+    for power_UL in (torch.zeros(2, 2), torch.zeros(1, 3), torch.zeros(2, 3, dtype=torch.float64), torch.zeros(2, 0)):
+        with pytest.raises(ValueError, match="segment_sum_ with power"):
+            segment_sum_(torch.zeros(2, 3), torch.zeros(2, 3), segments, add=False, power_UL=power_UL)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

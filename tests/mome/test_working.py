@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import sys
 import threading
 import time
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from kernels.row_update import mean_square
 from mome.table.rows import RowTable, TableSpec
 from mome.table.working import Buffers
 from optim.rows import RowRule
@@ -125,6 +127,34 @@ def test_two_sets_at_once_do_not_share_memory():
     assert torch.equal(a, table.read_rows(torch.arange(30))) and torch.equal(b, table.read_rows(torch.arange(30, 60)))
 
 
+def test_the_power_that_comes_with_the_sums_is_dropped_when_somebody_else_changes_the_gradient():
+    ids = [torch.tensor([1, 2, 2]), torch.tensor([2, 9])]
+    pushed = []
+    for change in (None, "in place", "another tensor", "by hand"):
+        table = make()
+        ws = table.pull(ids)
+        assert ws.power is None
+        for step in range(2):
+            (ws.gather(step) * (step + 1.0)).sum().backward()
+        assert torch.equal(ws.power, mean_square(ws.rows.grad))
+        assert math.isclose(table.grad_square(ws), float(ws.rows.grad.square().sum()), rel_tol=1e-12)
+        if change == "in place":
+            ws.rows.grad.mul_(3.0)
+        elif change == "another tensor":
+            ws.rows.grad = ws.rows.grad * 3.0
+        elif change == "by hand":
+            ws.rows.grad = ws.rows.grad * 1.5
+            # Adds to what was not summed here: nothing is known of it.
+            ws.rows.grad += ws.rows.grad
+        assert (ws.power is None) == (change is not None)
+        assert math.isclose(table.grad_square(ws), float(ws.rows.grad.square().sum()), rel_tol=1e-12)
+        # Adagrad-like at the first event: the second moment shows which power was taken.
+        table.push(ws, 0.1)
+        pushed.append(table.read_second(torch.tensor([1, 2, 9])))
+    for other in pushed[1:]:
+        torch.testing.assert_close(other, 9.0 * pushed[0], rtol=1e-12, atol=0)
+
+
 WIDE = TableSpec(rows=5000, lanes=2, dim=64, init=0.3)
 LOOKUPS = 4000
 
@@ -165,7 +195,7 @@ def test_buffers_grow_to_what_is_needed_and_no_further():
         lease.tensor.fill_(1.0)
         buffers.give(lease)
         buffers.give(lease)
-        held = [len(one) for kind in buffers._free.values() for one in kind]
+        held = [size for kind in buffers._free.values() for size, _ in kind]
         assert len(held) == 1 and held[0] <= 1.25 * 126 * 4 + 1
     both = [buffers.take((10,), torch.float32) for _ in range(2)]
     both[0].tensor.zero_(), both[1].tensor.fill_(1.0)
@@ -210,7 +240,7 @@ def test_a_dropped_graph_leaks_nothing():
         for _ in range(3):
             ws.gather(0)
         table.push(ws, 0.1)
-    held = sum(one.nbytes for kind in table._buffers._free.values() for one in kind)
+    held = sum(one.nbytes for kind in table._buffers._free.values() for _, one in kind)
     assert held < 12 * 400 * 2 * 8 * 4
     ws = table.pull([torch.arange(400)])
     seen = weakref.ref(ws)
