@@ -23,6 +23,8 @@ TOOLS: dict[str, tuple[str, str]] = {
     "compare": ("mome.tools.compare", "train arms over paired seeds and test their differences"),
     "scaling": ("mome.tools.scaling", "loss and time against a setting, over paired seeds, fitted and plotted"),
     "collisions": ("mome.tools.collisions", "what a hashed table of n-grams does to a corpus, before training"),
+    "plan": ("mome.tools.plan", "memory, traffic and step time on nodes of GPUs, before anything is run"),
+    "ckpt": ("mome.tools.ckpt", "list, verify or compact the checkpoints of a run"),
     "bench": ("mome.tools.bench", "how fast tables and hashes are, against their peers, in one run"),
 }
 

@@ -7,18 +7,18 @@ Not here: what a run does with it (train_gpt.py).
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 
 from mome.config import RunConfig, flag_of, flat, nearest, to_dict
-from mome.errors import UserError
+from mome.errors import SharedError, UserError
 from mome.memory import MEMORIES
 from mome.options import parse as options_from
 from mome.presets import ABOUT, PRESETS
-from mome.runfolder import RunFolder
+from mome.runfolder import FREE_KEYS, RunFolder
 
 DEFAULT = "local"
 
@@ -89,7 +89,15 @@ def refuse_unused(config: RunConfig, preset: RunConfig) -> None:
 
 
 def parse(words: list[str]) -> Options:
-    """Options from the command line. Raises UserError for an unknown preset or flag, naming the nearest one."""
+    """Options from the command line. Raises SharedError (all processes have the same words) for an unknown preset or
+    flag, naming the nearest one."""
+    try:
+        return _parse(words)
+    except UserError as error:
+        raise SharedError(str(error)) from error
+
+
+def _parse(words: list[str]) -> Options:
     named = bool(words) and not words[0].startswith("-")
     preset = words[0] if named else DEFAULT
     if preset not in PRESETS:
@@ -107,4 +115,7 @@ def parse(words: list[str]) -> Options:
     folder = RunFolder.open(options.resume)
     if named or options.config != PRESETS[preset]:
         folder.require_same(options.config, PRESETS[preset])
-    return Options(folder.config(), options.resume, options.dry_run)
+    # What changes nothing that is trained may be another than at the start.
+    free = {key: getattr(options.config, key) for key in FREE_KEYS if key != "runs_dir"}
+    changed = {key: value for key, value in free.items() if value != getattr(PRESETS[preset], key)}
+    return Options(replace(folder.config(), **changed), options.resume, options.dry_run)

@@ -60,6 +60,11 @@ class TableConfig:
     """GiB of a file that may be mapped into memory; larger files are read by system calls (place file; 0: all are)."""
     cached: bool = True
     """Whether the system may keep the files in its cache; if not, they are written back and dropped (place file)."""
+    placement: Literal["cyclic", "contiguous", "balanced"] = "cyclic"
+    """Which of several processes owns a row: row modulo ranks (cyclic), ranges (contiguous), or small ranges that a
+    beginning of the data loads alike (balanced); records/plan has what each is worth."""
+    wire: Literal["fp32", "bf16"] = "fp32"
+    """How rows and their gradients travel between processes; bf16 rounds both to nearest."""
 
     def __post_init__(self):
         require(0 <= self.lr < math.inf, "table.NAME.lr", self.lr, "a learning rate is 0 or more, and finite")
@@ -168,6 +173,10 @@ class RunConfig:
     """Rows of the last validation (0: all)."""
     save_every: int = 100
     """Steps between checkpoints (0: only at the end)."""
+    paranoid: int = 0
+    """Steps between comparisons of all dense weights between processes, bit for bit (0: never)."""
+    timeout: float = 600.0
+    """Seconds that a process may keep the others waiting before all are ended."""
     sample_tokens: int = 64
     """Length of the sample at the end (0: none)."""
     runs_dir: Path = Path("runs")
@@ -182,9 +191,10 @@ class RunConfig:
         for name in ("steps", "row_tokens", "micro_batch", "cycle"):
             require(getattr(self, name) >= 1, flag_of(name), getattr(self, name), "give a whole number of 1 or more")
         counts = ("seed", "val_every", "val_rows", "final_val_rows", "save_every", "sample_tokens", "prefetch")
-        for name in (*counts, "cycle_late"):
+        for name in (*counts, "cycle_late", "paranoid"):
             require(getattr(self, name) >= 0, flag_of(name), getattr(self, name), "give a whole number of 0 or more")
         require(self.val_rows >= 1, "val-rows", self.val_rows, "give a whole number of 1 or more")
+        require(1 <= self.timeout < math.inf, "timeout", self.timeout, "give 1 second or more")
         share = self.cycle_late_from
         require(0 < share < 1, "cycle-late-from", share, "a share above 0 and below 1; --cycle alone is for all steps")
         require(0 <= self.row_clip < math.inf, "row-clip", self.row_clip, "a norm is 0 or more (0: any), and finite")

@@ -9,3 +9,7 @@ from __future__ import annotations
 
 class UserError(ValueError):
     """A mistake that the user can mend: the message names the thing and the remedy in one line."""
+
+
+class SharedError(UserError):
+    """A mistake that every process of a run meets alike: the first one says it."""

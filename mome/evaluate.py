@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from data.loader import validation_rows
 from data.shards import Shard
 from mome.loss import token_nats
 from mome.run import Parts
+from mome.world import World
 
 KNOCKOUTS = ("off", "mean_row", "shuffled_rows", "swapped_routes")
 
@@ -39,35 +41,43 @@ class Score:
 @torch.no_grad()
 def evaluate(
     parts: Parts, shards: list[Shard], token_bytes_V: Tensor, bos: int, windows: tuple[int, int], *,
-    row_tokens: int, rows: int, batch_rows: int, dtype: torch.dtype, knockout: str = "full",
+    row_tokens: int, rows: int, batch_rows: int, dtype: torch.dtype, knockout: str = "full", world: World | None = None,
 ) -> Score:  # fmt: skip
     """Score the model on `rows` evenly spread validation rows of `row_tokens` tokens (0: all of them).
 
-    Special tokens stand for no bytes: they count in val_loss and not in val_bpb.
+    Special tokens stand for no bytes: they count in val_loss and not in val_bpb. Of several processes each takes every
+    size-th batch, and all get the score of all.
     knockout: 'full', or what is put in the memory's place: 'off' nothing ('off:NAME': in that of one alone), 'mean_row'
     the mean of the rows that the batch reads, 'shuffled_rows' each row exchanged for another one of the batch,
     'swapped_routes' routers and gates that look at another micro-row. Bigram and trigram rows are kept apart.
     """
+    world = world or World()
     device = next(parts.model.parameters()).device
     token_bytes_V = token_bytes_V.to(device)
-    nats = text_nats = torch.zeros((), dtype=torch.float64, device=device)
-    tokens = text_bytes = 0
-    generator = torch.Generator().manual_seed(0)
-    for batch in validation_rows(shards, row_tokens, rows or None, bos, batch_rows=batch_rows):
-        tokens_BT, targets_BT, docs_BT = batch.tokens.to(device), batch.targets.to(device), batch.docs.to(device)
+    # Nats of all tokens, nats of text, tokens, bytes of text.
+    sums_4 = torch.zeros(4, dtype=torch.float64, device=device)
+    batches = validation_rows(shards, row_tokens, rows or None, bos, batch_rows=batch_rows)
+    while whole := list(islice(batches, world.size)):
+        # Who has none left in the last round reads no rows, but is there when the others do.
+        batch, some = (whole[world.rank], slice(None)) if world.rank < len(whole) else (whole[0], slice(0))
+        tokens_BT, targets_BT, docs_BT = (one[some].to(device) for one in (batch.tokens, batch.targets, batch.docs))
+        sets, slots = parts.read(tokens_BT)
+        if not len(tokens_BT):
+            continue
+        generator = torch.Generator().manual_seed(batch.step)
         hidden_BTD = parts.forward(
-            *parts.read(tokens_BT), tokens_BT, docs_BT, windows=windows, dtype=dtype,
+            sets, slots, tokens_BT, docs_BT, windows=windows, dtype=dtype,
             change=partial(knock_out, knockout=knockout, generator=generator), swap_routes=knockout == "swapped_routes",
         )  # fmt: skip
         nats_BT = token_nats(hidden_BTD, parts.model.head, targets_BT, softcap=parts.model.softcap).double()
         valid_BT = targets_BT >= 0
         bytes_BT = token_bytes_V[targets_BT.clamp(min=0)] * valid_BT
-        nats = nats + nats_BT.sum()
-        text_nats = text_nats + (nats_BT * (bytes_BT > 0)).sum()
-        tokens += int(valid_BT.sum())
-        text_bytes += int(bytes_BT.sum())
-    bpb = float(text_nats) / (math.log(2) * text_bytes) if text_bytes else None
-    return Score(float(nats) / tokens, bpb, tokens)
+        sums_4 += torch.stack(
+            [nats_BT.sum(), (nats_BT * (bytes_BT > 0)).sum(), valid_BT.sum().double(), bytes_BT.sum().double()]
+        )
+    nats, text_nats, tokens, text_bytes = world.all_reduce("validation sums", sums_4).wait().tolist()
+    bpb = text_nats / (math.log(2) * text_bytes) if text_bytes else None
+    return Score(nats / tokens, bpb, int(tokens))
 
 
 def knock_out(rows: dict[str, Tensor], knockout: str, generator: torch.Generator) -> dict[str, Tensor]:

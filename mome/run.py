@@ -7,8 +7,9 @@ Not here: the training loop (train_gpt.py), validation (mome/evaluate.py), sampl
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +28,18 @@ from mome.gpt import GPT
 from mome.memory import MEMORIES, Memory, ModelShape
 from mome.plain import PlainGPT
 from mome.runfolder import RunFolder
+from mome.table.exchange import Exchange
 from mome.table.file import FileTable, saved_table
+from mome.table.placement import Placement, least_loaded
 from mome.table.rows import RowTable
 from mome.table.working import WorkingSet
+from mome.world import World
 from optim.schedule import Schedule
 
 CACHE = Path(__file__).resolve().parent.parent / ".cache"
 SEARCHED_FOR_BOS = 1 << 20
+# Buckets of rows a rank that the placement balanced tells apart: more gain nothing.
+BUCKETS = 256
 
 
 @dataclass
@@ -89,11 +95,12 @@ def open_corpus(config: RunConfig, log: Callable[[str], None]) -> Corpus:
 
 @dataclass
 class Parts:
-    """A model and the tables that its memories read."""
+    """A model and the tables that its memories read. exchanges: of tables that train, what brings the rows of all."""
 
     model: GPT | PlainGPT
     memories: dict[str, Memory]
     tables: dict[str, RowTable | FileTable]
+    exchanges: dict[str, Exchange] = field(default_factory=dict)
 
     def row_ids(self, tokens_BT: Tensor, history_BH: Tensor | None = None) -> dict[str, Tensor]:
         """Row ids [B, T, reads] of every memory; history: the ids before each micro-row, -1 where there are none."""
@@ -130,9 +137,13 @@ class Parts:
     def read(
         self, tokens_BT: Tensor, history_BH: Tensor | None = None
     ) -> tuple[dict[str, WorkingSet], dict[str, Tensor]]:
-        """Working sets for reading, one a table, and where in them the rows of these tokens are [B, T, reads]."""
+        """Working sets for reading, one a table, and where in them the rows of these tokens are [B, T, reads].
+
+        With several processes a collective: every rank calls it, with tokens or none (B = 0).
+        """
         ids = self.row_ids(tokens_BT, history_BH)
-        sets = {name: table.pull([ids[name]], grad=False) for name, table in self.tables.items()}
+        sources = self.exchanges or self.tables
+        sets = {name: source.pull([ids[name]], grad=False) for name, source in sources.items()}
         return sets, {name: one.slots(0) for name, one in sets.items()}
 
 
@@ -172,30 +183,57 @@ def build_model(
 
 
 def build(
-    config: RunConfig, vocab_size: int, bos: int, device: torch.device | str = "cpu", folder: Path | None = None,
-    token_strings: Sequence[bytes | None] | None = None,
+    config: RunConfig, vocab_size: int, bos: int, world: World | None = None, folder: Path | None = None,
+    token_strings: Sequence[bytes | None] | None = None, prefix: Callable[[], Iterable[Tensor]] = lambda: (),
+    dtype: torch.dtype = torch.float32,
 ) -> Parts:  # fmt: skip
-    """Model and tables with their initial values. folder: where the files of tables with place `file` are made."""
+    """Model and tables with their initial values, those rows that are this process's, on its device.
+
+    dtype: of weights and of working sets; float64 for exactness tests. folder: where the files of tables with place
+    `file` are made. prefix: makes token ids [B, T] of a beginning of the data, the same on every rank; asked for
+    placements that are balanced by it.
+    """
+    world = world or World()
     model, memories = build_model(config, vocab_size, bos, token_strings)
-    tables = {}
+    tables, exchanges = {}, {}
     for name, memory in memories.items():
         own = getattr(config.table, name)
-        where = {"place": own.place}
+        where = {"place": own.place, "rank": world.rank, "placement": place_rows(own.placement, memory, world, prefix)}
         if own.place == "file":
-            where |= {"folder": folder, "resident_bytes": round(own.resident_gib * 2**30), "keep_cached": own.cached}
+            mine = folder if world.alone else folder / f"rank_{world.rank:04d}"
+            where |= {"folder": mine, "resident_bytes": round(own.resident_gib * 2**30), "keep_cached": own.cached}
         try:
             tables[name] = RowTable(
-                memory.spec, own.row_rule(), seed=config.seed, device=device, name=name, format=own.format, **where
-            )
+                memory.spec, own.row_rule(), seed=config.seed, dtype=dtype, device=world.device, name=name,
+                format=own.format, **where,
+            )  # fmt: skip
         except ValueError as error:
             raise UserError(f"table {name}: {error}; --table.{name}.format, --table.{name}.place") from error
-    return Parts(model.to(device), memories, tables)
+        exchanges[name] = Exchange(tables[name], world, torch.bfloat16 if own.wire == "bf16" else None)
+    return Parts(model.to(world.device, dtype), memories, tables, exchanges)
+
+
+def place_rows(kind: str, memory: Memory, world: World, prefix: Callable[[], Iterable[Tensor]]) -> Placement:
+    """Who owns which rows of a memory's table; kind as TableConfig has it."""
+    rows = memory.spec.rows
+    if kind != "balanced" or world.alone:
+        return Placement(rows, world.size, "contiguous" if kind == "balanced" else kind)
+    bucket = max(1, -(-rows // (BUCKETS * world.size)))
+    # One to begin with, or all buckets that the prefix does not touch would be the least loaded rank's.
+    loads_B = torch.ones(-(-rows // bucket), dtype=torch.int64)
+    for tokens_BT in prefix():
+        # What an owner has to serve are distinct rows, a micro-row's here.
+        for ids_TR in memory.row_ids(tokens_BT, None):
+            loads_B += torch.bincount(torch.unique(ids_TR) // bucket, minlength=len(loads_B))
+    return Placement(rows, world.size, kind, bucket, least_loaded(loads_B, world.size))
 
 
 def pick_device() -> tuple[torch.device, torch.dtype, str]:
     """Where to compute, in which dtype, and why."""
     if not torch.cuda.is_available():
         return torch.device("cpu"), torch.float32, "no CUDA device: float32 on the CPU, the same on every CPU"
+    # Under torchrun each process of a machine has a device of its own.
+    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     device = torch.device("cuda", torch.cuda.current_device())
     if torch.cuda.get_device_capability(device) >= (8, 0):
         return device, torch.bfloat16, "CUDA compute capability 8.0 or later has bfloat16 matrix units"
@@ -226,13 +264,13 @@ def load_run(path: Path, log: Callable[[str], None] = print) -> LoadedRun:
     checkpoint = Checkpoint(whole)
     model, memories = build_model(config, tokenizer.vocab_size, tokenizer.bos)
     load_model(model, checkpoint)
-    tables = {
-        name: saved_table(
-            memory.spec, getattr(config.table, name).row_rule(), config.seed, name, getattr(config.table, name).format,
-            checkpoint.part_files(f"table_{name}"),
+    tables = {}
+    for name, memory in memories.items():
+        trained, files = getattr(config.table, name), checkpoint.table(name)
+        paths = [part.path for part in files.parts]
+        tables[name] = saved_table(
+            memory.spec, trained.row_rule(), config.seed, name, trained.format, files.clock, paths
         )
-        for name, memory in memories.items()
-    }  # fmt: skip
     return LoadedRun(
         folder, config, Parts(model.requires_grad_(False), memories, tables), tokenizer, checkpoint.state["step"]
     )

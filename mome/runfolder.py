@@ -35,7 +35,7 @@ ROOT = Path(__file__).resolve().parent.parent
 ROOMS = ("mome", "optim", "data", "kernels", "records")
 PACKAGES = ("torch", "numpy", "tokenizers", "tiktoken", "safetensors", "tyro", "rich")
 # What may differ between a run and its resumption without changing what is trained.
-FREE_KEYS = ("runs_dir",)
+FREE_KEYS = ("runs_dir", "paranoid", "timeout")
 # What the bits of a result depend on beside configuration and data.
 DECISIVE = ("torch", "device", "dtype", "threads", "kernels", "world", "source")
 

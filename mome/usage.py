@@ -1,12 +1,13 @@
 """What the process of a run holds and moves: memory, and bytes between its files and the disk.
 
-Lives here: the peak of a run, and the counters that stand in a step's line of metrics.
+Lives here: the peak of a run, the counters that stand in a step's line of metrics, and the clock.
 Not here: the bytes of a table by its shape (mome/table/rows.py), how the counters are drawn (mome/tools/).
 """
 
 from __future__ import annotations
 
 import resource
+import time
 from pathlib import Path
 
 import torch
@@ -19,6 +20,13 @@ def peak_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def clock(device: torch.device) -> float:
+    """Seconds of a clock, once the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 def process_bytes(disk: bool = False) -> dict[str, int]:

@@ -1,6 +1,7 @@
 """The one table of which dense parameter is trained how: label, rule, learning rate, betas, decay, split.
 
-Lives here: OptimConfig, PATTERNS (name -> label), groups (label -> values), and the optimizers made from them.
+Lives here: OptimConfig, PATTERNS (name -> label), groups (label -> values), the optimizers made from them, and the two
+orders in which several processes take the labels.
 Not here: the rules themselves, the schedule, and rows of memory tables (mome/config.py holds their rules).
 """
 
@@ -14,6 +15,7 @@ from typing import Literal
 
 import torch
 from torch.nn import Parameter
+from torch.optim import AdamW
 
 from optim.adam import CautiousAdam
 from optim.muon import NorMuon
@@ -101,6 +103,15 @@ PATTERNS: tuple[tuple[str, str, int, str], ...] = (
     ("blocks.", "attn_out|up",                                      2, "matrix"),
 )  # fmt: skip
 
+# Several processes (mome/dense.py), both kinds. The gradients of most bytes set out first.
+SCATTER_ORDER = (
+    "head", "embed", "decayed", "matrix", "down", "qkv", "router", "undecayed", "gates", "smear", "scalars",
+)  # fmt: skip
+# Least work first: the weights of one label travel while those after it are still being worked on.
+WORK_ORDER = (
+    "scalars", "smear", "gates", "undecayed", "head", "embed", "decayed", "router", "qkv", "down", "matrix",
+)  # fmt: skip
+
 
 def groups(config: OptimConfig) -> tuple[Group, ...]:
     """The table. betas, lr and decay multipliers of modded-nanogpt's parameter table where it has the parameter."""
@@ -124,6 +135,14 @@ def groups(config: OptimConfig) -> tuple[Group, ...]:
         Group("smear",   "adam",    adam * c.smear_lr_mul,  1.0,             slow,        0.0),
         Group("scalars", "adam",    adam * c.scalar_lr_mul, 1.0,             slow,        0.0),
     )  # fmt: skip
+
+
+def in_order(order: Sequence[str], config: OptimConfig) -> tuple[str, ...]:
+    """The labels of a kind as SCATTER_ORDER or WORK_ORDER has them; asserts that it names each of them exactly once."""
+    labels = {group.label for group in groups(config)}
+    found = tuple(label for label in order if label in labels)
+    assert len(found) == len(labels) == len(set(found)), f"{order} must name each of {sorted(labels)} exactly once"
+    return found
 
 
 def label_of(name: str, parameter: torch.Tensor, config: OptimConfig) -> str:
@@ -173,14 +192,42 @@ def build_optimizers(named_parameters: NamedParameters, config: OptimConfig) -> 
     for group in groups(config):
         if group.label in members:
             params = [parameter for _, parameter in members[group.label]]
-            values = {"params": params, "label": group.label, "lr": group.lr} | _values(group)
-            by_rule.setdefault(group.rule, []).append(values)
-    make = {
-        "normuon": NorMuon,
-        "adam": lambda params: CautiousAdam(params, eps=config.adam_eps),
-        "adamw": lambda params: torch.optim.AdamW(params, fused=True),
-    }
-    return [make[rule](params) for rule, params in by_rule.items()]
+            by_rule.setdefault(group.rule, []).append(_param_group(group, params))
+    return [_make(rule, param_groups, config) for rule, param_groups in by_rule.items()]
+
+
+def build_optimizer(group: Group, params: Sequence[Parameter], config: OptimConfig) -> torch.optim.Optimizer:
+    """The optimizer of one label alone, with every state there from the start (see first_state)."""
+    optimizer = _make(group.rule, [_param_group(group, params)], config)
+    for parameter in params:
+        optimizer.state[parameter] = first_state(parameter, group)
+    return optimizer
+
+
+def first_state(parameter: torch.Tensor, group: Group) -> dict[str, torch.Tensor]:
+    """The state of a parameter before its first step, all zeros, on its device: what its rule would make then.
+
+    adam, adamw: two moments, and a float32 count of steps. normuon: the momentum, and a mean square [matrices, rows, 1]
+    for each row, or [matrices, 1, cols] for each column of a matrix, whichever are more.
+    """
+    if group.rule == "normuon":
+        rows, cols = parameter.shape[-2] // group.split, parameter.shape[-1]
+        shape = (rows, 1) if rows >= cols else (1, cols)
+        variance = parameter.new_zeros(parameter.numel() // (rows * cols), *shape)
+        return {"momentum": torch.zeros_like(parameter, requires_grad=False), "variance": variance}
+    step = torch.zeros((), dtype=torch.float32, device=parameter.device)
+    moments = {name: torch.zeros_like(parameter, requires_grad=False) for name in ("exp_avg", "exp_avg_sq")}
+    return {"step": step} | moments
+
+
+def _make(rule: str, param_groups: list[dict], config: OptimConfig) -> torch.optim.Optimizer:
+    if rule == "normuon":
+        return NorMuon(param_groups)
+    return CautiousAdam(param_groups, eps=config.adam_eps) if rule == "adam" else AdamW(param_groups, fused=True)
+
+
+def _param_group(group: Group, params: Sequence[Parameter]) -> dict:
+    return {"params": list(params), "label": group.label, "lr": group.lr} | _values(group)
 
 
 def _values(group: Group) -> dict:
@@ -209,23 +256,14 @@ def set_schedule(
 
 
 def state_bytes(named_parameters: NamedParameters, config: OptimConfig) -> int:
-    """Bytes of the optimizers' state from the first step on. Parameters may be on meta.
-
-    adam, adamw: two moments, and a float32 count of steps a parameter. normuon: the momentum, and a mean square for
-    each row or column of a matrix, whichever are more.
-    """
-    total = 0
+    """Bytes of the optimizers' state. Parameters may be on meta."""
     by_label = {group.label: group for group in groups(config)}
-    for label, pairs in assign(named_parameters, config).items():
-        group = by_label[label]
-        for _, parameter in pairs:
-            if group.rule == "normuon":
-                rows, cols = parameter.shape[-2] // group.split, parameter.shape[-1]
-                numbers = parameter.numel() + parameter.numel() // (rows * cols) * max(rows, cols)
-                total += numbers * parameter.element_size()
-            else:
-                total += 2 * parameter.numel() * parameter.element_size() + torch.float32.itemsize
-    return total
+    members = assign(named_parameters, config)
+    states = [
+        first_state(parameter.detach().to("meta"), by_label[label])
+        for label, pairs in members.items() for _, parameter in pairs
+    ]  # fmt: skip
+    return sum(one.nbytes for state in states for one in state.values())
 
 
 def describe(named_parameters: NamedParameters, config: OptimConfig) -> str:

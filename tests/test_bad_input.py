@@ -160,7 +160,7 @@ def test_resume_on_other_data(finished, tmp_path, capsys):
 
 def test_resume_falls_back_to_the_last_whole_checkpoint(finished, tmp_path, capsys):
     copy = shutil.copytree(finished, tmp_path / "copy")
-    (copy / "checkpoint" / "step_000006" / "optimizer.pt").write_bytes(b"")
+    next((copy / "checkpoint" / "step_000006" / "dense").glob("*.distcp")).write_bytes(b"")
     assert train_gpt.main(["--resume", str(copy)]) == 0
     assert "step_000006 is not whole" in capsys.readouterr().out
     assert tiny.metrics(copy) == tiny.metrics(finished)
@@ -208,15 +208,15 @@ def test_resume_of_a_checkpoint_of_another_shape(finished, tmp_path, capsys):
 
 
 def test_a_gradient_that_is_not_finite_is_seen_before_anything_changes(corpus, tmp_path, capsys, monkeypatch):
-    measure = train_gpt.Training.gradient_norm
+    measure = train_gpt.Training.gradient_squares
     calls = iter(range(1000))
 
-    def poisoned(training):
+    def poisoned(training, last):
         if next(calls) == 3:
             training.parts.model.head.grad[7, 2] = float("nan")
-        return measure(training)
+        return measure(training, last)
 
-    monkeypatch.setattr(train_gpt.Training, "gradient_norm", poisoned)
+    monkeypatch.setattr(train_gpt.Training, "gradient_squares", poisoned)
     err = refused(tiny.tiny_flags(corpus, tmp_path, "--save-every", "1"), capsys)
     assert "step 4: loss " in err and "gradient norm nan" in err
     folder = tiny.only_run(tmp_path)
@@ -228,15 +228,15 @@ def test_a_gradient_that_is_not_finite_is_seen_before_anything_changes(corpus, t
 
 
 def test_a_refused_push_names_the_step_and_keeps_the_last_checkpoint(corpus, tmp_path, capsys, monkeypatch):
-    measure = train_gpt.Training.gradient_norm
+    measure = train_gpt.Training.gradient_squares
 
-    def then_poisoned(training):
-        norm = measure(training)
+    def then_poisoned(training, last):
+        squares = measure(training, last)
         if training.step == 3:
             training.cycle.sets["ngram"].rows.grad[2, 0, 1] = float("nan")
-        return norm
+        return squares
 
-    monkeypatch.setattr(train_gpt.Training, "gradient_norm", then_poisoned)
+    monkeypatch.setattr(train_gpt.Training, "gradient_squares", then_poisoned)
     err = refused(tiny.tiny_flags(corpus, tmp_path, "--cycle", "2", "--save-every", "2"), capsys)
     assert "step 4: table 'ngram': the gradient of row" in err and "the last good checkpoint is kept" in err
     folder = tiny.only_run(tmp_path)
@@ -250,10 +250,10 @@ def test_a_refused_push_names_the_step_and_keeps_the_last_checkpoint(corpus, tmp
 def test_an_error_while_reading_ahead_stops_the_step_that_needs_the_rows(corpus, tmp_path, capsys, monkeypatch, depth):
     fetch, calls = RowTable.fetch, iter(range(100))
 
-    def fetch_or_fail(table, plan):
+    def fetch_or_fail(table, plan, reuse=True):
         if table.name == "ngram" and next(calls) == 4:
             raise OSError(5, "Input/output error", "ngram.bin")
-        return fetch(table, plan)
+        return fetch(table, plan, reuse)
 
     monkeypatch.setattr(RowTable, "fetch", fetch_or_fail)
     flags = ("--cycle", "2", "--prefetch", depth, "--val-every", "0", "--save-every", "4")
@@ -268,8 +268,8 @@ def test_an_error_while_reading_ahead_stops_the_step_that_needs_the_rows(corpus,
 def test_a_checkpoint_that_cannot_be_written_is_one_line(corpus, tmp_path, capsys, monkeypatch):
     step = train_gpt.timed_step
 
-    def step_then_block(training, reporter):
-        line = step(training, reporter)
+    def step_then_block(training, *args):
+        line = step(training, *args)
         if training.step == 3:
             # Root may write into a read-only folder, so a file stands where the folder should be.
             (tiny.only_run(tmp_path) / "checkpoint").write_text("")
@@ -310,7 +310,8 @@ def test_a_full_disk_stops_with_one_line_and_keeps_the_last_checkpoint(corpus, t
     assert process.stderr.count("\n") == 1 and "cannot be written" in process.stderr and "--resume" in process.stderr
     folder = tiny.only_run(tmp_path)
     assert not list((folder / "checkpoint").glob("*"))
-    assert len(tiny.metrics(folder)) == 2
+    # Written while training goes on: a step or more later it is known that there is no room.
+    assert 2 <= len(tiny.metrics(folder)) < 12
     # With room again the run goes on and ends.
     status, _, err = tiny.run(["--resume", str(folder)])
     assert status == 0, err
@@ -324,8 +325,3 @@ def test_a_runs_folder_that_cannot_be_written(corpus, tmp_path, capsys):
 def test_a_command_that_does_not_exist_names_the_nearest():
     status, _, err = tiny.run(["smaple"], module=["-m", "mome"])
     assert status == 1 and "sample" in err and err.count("\n") == 1
-
-
-def test_a_second_process_is_refused(corpus, tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert "--nproc_per_node=1" in refused(tiny.tiny_flags(corpus, tmp_path), capsys)

@@ -49,12 +49,15 @@ def python_block() -> str:
 
 def run(words: list[str], folder, **environment) -> subprocess.CompletedProcess:
     """`python ...` as the README writes it, in a folder of the test's own with the rooms on the path."""
-    assert words[0] == "python"
+    assert words[0] in ("python", "torchrun")
+    if words[0] == "torchrun":
+        words = ["python", "-m", "torch.distributed.run", *words[1:]]
+        words[words.index("train_gpt.py")] = str(tiny.ROOT / "train_gpt.py")
     if words[1] == "train_gpt.py":
         words = ["python", str(tiny.ROOT / "train_gpt.py"), *words[2:]]
     env = {**tiny.environment(), "PYTHONPATH": str(tiny.ROOT), **environment}
     return subprocess.run(
-        [sys.executable, *words[1:]], cwd=folder, env=env, capture_output=True, text=True, timeout=120
+        [sys.executable, *words[1:]], cwd=folder, env=env, capture_output=True, text=True, timeout=240
     )
 
 
@@ -107,6 +110,10 @@ def test_every_command_is_tried(place):
         elif words[:4] == ["python", "-m", "mome", "collisions"]:
             given = dict(zip(corpus[::2], corpus[1::2]))
             works([*words, "--train-glob", given["--train-glob"], "--tokenizer", given["--tokenizer"]], folder)
+        elif words[:4] == ["python", "-m", "mome", "plan"]:
+            works([*words, *corpus, *TINY, *MEMORY], folder)
+        elif words[0] == "torchrun" and "--resume" not in words:
+            works([*words, *corpus, *TINY, *MEMORY], folder)
         elif words[:4] == ["python", "-m", "mome", "bench"]:
             works([*words, "--steps", "2"], folder)
         elif words[1] == "train_gpt.py" and words[2] == "docs":

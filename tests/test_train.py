@@ -78,8 +78,8 @@ def stopped_after(step, monkeypatch, words):
     with monkeypatch.context() as patch:
         timed = train_gpt.timed_step
 
-        def step_then_signal(training, reporter):
-            line = timed(training, reporter)
+        def step_then_signal(training, *args):
+            line = timed(training, *args)
             if training.step == step:
                 places.update((name, table.place) for name, table in training.parts.tables.items())
                 signal.raise_signal(signal.SIGTERM)
@@ -130,10 +130,10 @@ def test_files_of_tables_hold_nothing_that_the_checkpoint_lacks(corpus, tmp_path
     for save_every in ("0", "2"):
         timed = train_gpt.timed_step
 
-        def step_or_fail(training, reporter, timed=timed):
+        def step_or_fail(training, *args, timed=timed):
             if training.step == 5:
                 raise OSError("the power")
-            return timed(training, reporter)
+            return timed(training, *args)
 
         with monkeypatch.context() as patch:
             patch.setattr(train_gpt, "timed_step", step_or_fail)

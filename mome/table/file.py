@@ -1,7 +1,8 @@
 """Tables that are only read, from safetensors files, without ever holding the whole of one in memory.
 
-Lives here: the rows of an export (FileTable) and of a checkpoint's parts (saved_table), memory-mapped.
-Not here: tables that train (rows.py), what goes into a checkpoint (parts.py) or an export (mome/pretrained.py).
+Lives here: memory maps of safetensors files, the rows of an export (FileTable) and of a checkpoint (saved_table).
+Not here: tables that train (rows.py), what goes into a checkpoint (parts.py, deltas.py) or an export
+(mome/pretrained.py).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,18 +32,42 @@ _DTYPES = {
 }  # fmt: skip
 
 
-def mapped_tensor(path: Path, name: str) -> tuple[np.memmap, torch.dtype]:
-    """A tensor of a safetensors file as a read-only memory map, and the dtype that its bits have.
+def mapped_names(path: Path) -> list[str]:
+    """The names of the tensors of a safetensors file. Raises UserError for a file that is cut or no such file."""
+    try:
+        return [name for name in _header(path)[0] if name != "__metadata__"]
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(f"{path}: no readable rows in it ({error}); copy or write it again") from error
+
+
+def mapped_torch(path: Path, name: str) -> Tensor:
+    """A tensor of a safetensors file as a private memory map: what is not looked at is not read. As mapped_tensor."""
+    # torch knows no read-only tensors: one that was written to would change, and its file would not.
+    array, dtype = mapped_tensor(path, name, "c")
+    return torch.from_numpy(array).view(dtype)
+
+
+def _header(path: Path) -> tuple[dict[str, Any], int]:
+    """The JSON of a safetensors file and its length."""
+    with open(path, "rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        if size > path.stat().st_size:
+            raise ValueError("it is cut short or damaged")
+        header = json.loads(file.read(size))
+    if not isinstance(header, dict):
+        raise ValueError("it is damaged")
+    return header, size
+
+
+def mapped_tensor(path: Path, name: str, mode: str = "r") -> tuple[np.memmap, torch.dtype]:
+    """A tensor of a safetensors file as a memory map (numpy's mode: read-only), and the dtype that its bits have.
 
     Layout (safetensors' format description): a little-endian uint64, that many bytes of JSON, then the data.
     Raises UserError for a file that is cut or lacks the tensor.
     """
     try:
-        with open(path, "rb") as file:
-            size = int.from_bytes(file.read(8), "little")
-            if size > path.stat().st_size:
-                raise ValueError("it is cut short or damaged")
-            entry = json.loads(file.read(size))[name]
+        header, size = _header(path)
+        entry = header[name]
         first, end = entry["data_offsets"]
         if path.stat().st_size < 8 + size + end:
             raise ValueError("it is cut short")
@@ -51,7 +77,7 @@ def mapped_tensor(path: Path, name: str) -> tuple[np.memmap, torch.dtype]:
             raise ValueError("it is damaged")
         if not end - first:
             return np.empty(shape, kind), dtype
-        return np.memmap(path, kind, mode="r", offset=8 + size + first, shape=shape), dtype
+        return np.memmap(path, kind, mode=mode, offset=8 + size + first, shape=shape), dtype
     except (OSError, KeyError, ValueError, TypeError) as error:
         raise UserError(f"{path}: no readable rows in it ({error}); copy or write it again") from error
 
@@ -104,40 +130,40 @@ class FileTable:
         return torch.from_numpy(rows_ULD)
 
 
-def saved_table(spec: TableSpec, rule: RowRule, seed: int, name: str, format: str, files: Sequence[Path]) -> RowTable:
-    """A table as a checkpoint's parts hold it, for reading only: it pulls as the one that was saved would.
+def saved_table(
+    spec: TableSpec, rule: RowRule, seed: int, name: str, format: str, clock: Path, files: Sequence[Path]
+) -> RowTable:
+    """A table as a checkpoint's files hold it (deltas.py), for reading only: it pulls as the one that was saved would.
 
-    The arguments are those that the saved table was made with; files: its parts in order (parts.py). Raises UserError
+    spec to format are those that the saved table was made with; files: its parts, oldest delta first. Raises UserError
     for files that are cut, or belong to another table.
     """
-    if not files:
-        raise UserError(f"table {name!r}: a checkpoint without a part of it: it is damaged, or of another version")
     ids = [mapped_tensor(path, "ids")[0] for path in files]
     stores = {
-        key: _SavedPlane(ids, [mapped_tensor(path, key) for path in files], files[0], tail, dtype)
+        key: _SavedPlane(ids, [mapped_tensor(path, key) for path in files], files, clock, tail, dtype)
         for key, (tail, dtype) in kept(spec, rule, format).items()
     }
     table = RowTable(spec, rule, seed, name=name, format=format, stores=stores)
     try:
-        with safe_open(files[0], "pt") as file:
+        with safe_open(clock, "pt") as file:
             table.clock.load_state_dict({key: file.get_tensor(key) for key in table.clock.state_dict()})
     except (OSError, ValueError, SafetensorError) as error:
-        raise UserError(f"{files[0]}: its clock cannot be read ({error}); copy or write it again") from error
+        raise UserError(f"{clock}: its clock cannot be read ({error}); copy or write it again") from error
     table.forget()
     return table
 
 
 class _SavedPlane:
-    """One plane of a checkpoint's parts as a store that is only read: zeros for a row that no part has."""
+    """One plane of a checkpoint's parts as a store that is only read: the last part that has a row, else zeros."""
 
     memory = None
 
     def __init__(
-        self, ids: list[np.ndarray], planes: list[tuple[np.ndarray, torch.dtype]], path: Path, tail: tuple[int, ...],
-        dtype: torch.dtype,
+        self, ids: list[np.ndarray], planes: list[tuple[np.ndarray, torch.dtype]], paths: Sequence[Path], clock: Path,
+        tail: tuple[int, ...], dtype: torch.dtype,
     ):  # fmt: skip
-        self._path, self._ids, self._planes = path, ids, [plane for plane, _ in planes]
-        for ids_N, (plane, kind) in zip(ids, planes):
+        self._clock, self._ids, self._planes = clock, ids, [plane for plane, _ in planes]
+        for path, ids_N, (plane, kind) in zip(paths, ids, planes):
             if len(plane) != len(ids_N):
                 raise UserError(f"{path}: a part of {len(ids_N)} ids and {len(plane)} rows: it is damaged")
             if plane.shape[1:] != tail or kind != dtype:
@@ -146,15 +172,21 @@ class _SavedPlane:
                 )
 
     def write(self, ids_U: Tensor, values: Tensor) -> None:
-        raise ValueError(f"{self._path}: rows of a checkpoint are only read; load them into a table that trains")
+        raise ValueError(
+            f"{self._clock.parent}: rows of a checkpoint are only read; load them into a table that trains"
+        )
 
     def read(self, ids_U: Tensor, out: Tensor) -> Tensor:
         """Copies of these rows (int64 [U]) into out [U, *tail]."""
         out.zero_()
         wanted_U, into = ids_U.numpy(), out.view(torch.uint8) if out.dtype.itemsize == 1 else out
         into = (into.view(torch.int16) if out.dtype == torch.bfloat16 else into).numpy()
+        if not len(wanted_U):
+            return out
+        low, high = wanted_U.min(), wanted_U.max()
         for ids_N, plane in zip(self._ids, self._planes):
-            if len(ids_N):
+            # Most parts hold a stretch of the ids.
+            if len(ids_N) and ids_N[0] <= high and ids_N[-1] >= low:
                 at_U = np.minimum(np.searchsorted(ids_N, wanted_U), len(ids_N) - 1)
                 here = ids_N[at_U] == wanted_U
                 into[here] = plane[at_U[here]]

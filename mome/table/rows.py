@@ -1,6 +1,6 @@
 """The sparse table: rows that a step sees only through a working set, and the only code that writes them.
 
-Lives here: RowTable (plan, fetch, take, push, restore).
+Lives here: RowTable (plan, fetch, take, push).
 Not here: its shape (spec.py), the working set (working.py), where planes lie (store.py), formats (formats.py),
 checkpoints (parts.py), the rules' arithmetic (kernels/row_update.py), which ids a memory asks for.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from kernels.row_update import RowEvent, column_profile_, column_squares, mean_s
 from kernels.segments import unique_ids
 from mome.table.base import huge_pages_suit
 from mome.table.formats import row_format
+from mome.table.placement import Placement
 from mome.table.spec import TableSpec, bytes_by_kind, initial_rows, kept, table_seed
 from mome.table.store import DeviceStore, HostStore, MmapStore
 from mome.table.working import Buffers, IdPlan, RawRows, WorkingSet
@@ -44,6 +46,8 @@ class RowTable:
     device); "file" (everything in sparse files under `folder`, which are emptied: what a table was is in its
     checkpoint; resident_bytes, keep_cached: see MmapStore). stores: in place of those, stores made already, by the
     names of `kept`.
+    placement, rank: of several processes each keeps the rows that are its own. Ids are those of the whole table
+    everywhere, and only a table's own rows may be asked of it (exchange.py brings the others).
     Raises ValueError for what does not fit together.
     """
 
@@ -51,7 +55,7 @@ class RowTable:
         self, spec: TableSpec, rule: RowRule, seed: int, dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu", name: str = "", *, format: str = "fp32", place: str = "device",
         folder: Path | None = None, resident_bytes: int = 1 << 30, keep_cached: bool = True,
-        stores: dict[str, Any] | None = None,
+        stores: dict[str, Any] | None = None, placement: Placement | None = None, rank: int = 0,
     ) -> None:  # fmt: skip
         if dtype not in (torch.float32, torch.float64):
             raise ValueError(f"a table of {dtype}: choose torch.float32, or torch.float64 for exactness tests")
@@ -63,6 +67,10 @@ class RowTable:
         self.device, self.dtype = torch.device(device), dtype
         self.format = "fp64" if dtype == torch.float64 and format == "fp32" else format
         self.seed = table_seed(seed, name)
+        self.placement, self.rank = placement or Placement(spec.rows), rank
+        # Of more ranks than rows some own none; a store has a row at least.
+        rows = max(1, self.placement.rows_of(rank))
+        self._here = replace(spec, rows=rows)
         self.clock = RowClock(rule, device)
         self._codec = row_format(self.format)
         if self._codec.exact and ("fp64" in self.format) != (dtype == torch.float64):
@@ -74,13 +82,13 @@ class RowTable:
             if place == "file":
                 path = folder / (name or "table") / f"{key}.bin"
                 path.parent.mkdir(parents=True, exist_ok=True)
-                one = MmapStore(path, spec.rows, tail, kind, resident_bytes=resident_bytes, keep_cached=keep_cached)
+                one = MmapStore(path, rows, tail, kind, resident_bytes=resident_bytes, keep_cached=keep_cached)
                 # Rows of an earlier table there are of no use without its clock; load_parts brings both.
                 one.clear()
             elif place == "host" and key in self._codec.planes(spec.lanes, spec.dim):
-                one = HostStore(spec.rows, tail, kind, device, huge=huge)
+                one = HostStore(rows, tail, kind, device, huge=huge)
             else:
-                one = DeviceStore(spec.rows, tail, kind, device, huge=huge and self.device.type == "cpu")
+                one = DeviceStore(rows, tail, kind, device, huge=huge and self.device.type == "cpu")
             self.stores[key] = one
         self.columns_LD = None
         if rule.keeps_columns:
@@ -100,6 +108,7 @@ class RowTable:
         self._recent: deque[tuple[int, Tensor]] = deque(maxlen=_REMEMBERED)
         self._done = self.clock.event
         self.first_touched: list[Tensor] = []
+        self._unsaved: list[Tensor] = []
 
     @property
     def event(self) -> int:
@@ -117,9 +126,34 @@ class RowTable:
             self.first_touched = [torch.cat(self.first_touched)]
         return self.first_touched[0].sort().values if self.first_touched else torch.empty(0, dtype=torch.int64)
 
+    def take_unsaved(self) -> Tensor:
+        """The rows pushed since this was last asked, or since a load; sorted, int64, on the CPU."""
+        ids_U = _merged(self._unsaved)
+        self._unsaved = []
+        return ids_U
+
+    def keep_unsaved(self, ids_U: Tensor) -> None:
+        """Take rows back that could not be saved after all."""
+        self._unsaved.append(ids_U)
+
+    def owned(self, ids: Tensor) -> Tensor:
+        """Which of these rows are kept here: bool, shaped like ids."""
+        return self.placement.owner(ids) == self.rank
+
+    def read_planes(self, ids_U: Tensor) -> dict[str, Tensor]:
+        """What is kept of these rows (int64 [U], sorted, owned), raw, on the CPU: the names of `kept`, [U, *tail]."""
+        places_U = self.placement.local(ids_U.to(self.device))
+        return {key: store.read(places_U).cpu() for key, store in self.stores.items()}
+
+    def write_planes(self, ids_U: Tensor, planes: dict[str, Tensor]) -> None:
+        """Put back what read_planes gave, for a load: rows pulled or fetched before must not be used any more."""
+        places_U = self.placement.local(ids_U.to(self.device))
+        for key, store in self.stores.items():
+            store.write(places_U, planes[key].to(self.device))
+
     def bytes_by_kind(self) -> dict[str, int]:
-        """Bytes of all rows by what they are for, touched or not; see the function of this name."""
-        return bytes_by_kind(self.spec, self.rule, self.format, self.dtype)
+        """Bytes of this process's rows by what they are for, touched or not; see the function of this name."""
+        return bytes_by_kind(self._here, self.rule, self.format, self.dtype)
 
     def table_bytes(self) -> int:
         """Bytes of the rows themselves."""
@@ -153,9 +187,10 @@ class RowTable:
         # Before reading: a push that ends meanwhile counts as one since the fetch.
         event, age = self._done, self._age
         planes, buffers = {}, self._buffers if reuse else Buffers(self.device, reuse=False)
+        places_U = self.placement.local(plan.ids)
         for key, (tail, kind) in self.kept.items():
             planes[key] = buffers.take((len(plan.ids), *tail), kind)
-            self._read(key, plan.ids, planes[key].tensor)
+            self._read(key, places_U, planes[key].tensor)
         return RawRows(plan, planes, event, age)
 
     def pull(self, steps: Sequence[Tensor], *, grad: bool = True) -> WorkingSet:
@@ -205,27 +240,6 @@ class RowTable:
             list(leases.values()),
         )  # fmt: skip
 
-    def restore(self, ids_U: Tensor, grad_ULD: Tensor | None) -> WorkingSet:
-        """The working set of a cycle that a checkpoint interrupted: its ids and its gradient so far (None: none yet).
-
-        The table must be at the event of the save, as its own load leaves it. Raises ValueError for ids that are not
-        sorted, distinct and in range, and for a gradient of another shape.
-        """
-        ids_U = self._as_ids(ids_U)
-        if ids_U.ndim != 1 or not bool((ids_U.diff() > 0).all()):
-            raise ValueError(f"table {self.name!r}: the saved working set's ids are not a sorted list of distinct rows")
-        if len(ids_U):
-            self._check_bounds(int(ids_U[0]), int(ids_U[-1]))
-        ws = self.take(self.fetch(IdPlan(ids_U, [])))
-        if grad_ULD is not None:
-            if grad_ULD.shape != ws.rows.shape:
-                raise ValueError(
-                    f"table {self.name!r}: a saved gradient of shape {tuple(grad_ULD.shape)} for a working set "
-                    f"of shape {tuple(ws.rows.shape)}: the checkpoint is of another cycle or table"
-                )
-            ws.rows.grad = grad_ULD.to(self.device, self.dtype, copy=True)
-        return ws
-
     def grad_square(self, ws: WorkingSet) -> float:
         """Sum of the squares of a working set's gradient so far, duplicates summed first: what a global norm is of."""
         if ws.rows.grad is None:
@@ -233,12 +247,27 @@ class RowTable:
         power_UL = mean_square(ws.rows.grad) if ws.power is None else ws.power
         return float(power_UL.sum(dtype=torch.float64)) * self.spec.dim
 
+    def not_finite(self, ws: WorkingSet, power_UL: Tensor | None = None) -> int | None:
+        """The first row whose gradient is not finite, or its square overflows; None: none is. power: its squares."""
+        if power_UL is None:
+            if ws.rows.grad is None:
+                return None
+            power_UL = mean_square(ws.rows.grad)
+        if not len(ws.ids) or bool(power_UL.amax().isfinite()):
+            return None
+        return int(ws.ids[~power_UL.isfinite().all(dim=1)][0])
+
     @torch.no_grad()
-    def push(self, ws: WorkingSet, lr: float, beta2: float | None = None, scale: float = 1.0) -> int:
+    def push(
+        self, ws: WorkingSet, lr: float, beta2: float | None = None, scale: float = 1.0, *,
+        columns_LD: Tensor | None = None,
+    ) -> int:  # fmt: skip
         """One event: apply the row rule to every row of the working set, and use the set up. Returns the rows updated.
 
         lr: this event's learning rate; beta2: in place of the rule's, for this event alone (a cadence that changes);
         scale: a factor on the gradient (clipping). A row without gradient counts as touched with gradient zero.
+        columns_LD: for a rule that keeps columns, where other processes have rows of this event too: the sum over all
+        of them of column_squares, without the factor.
         Raises ValueError, and then nothing has changed, for a set that was pulled before the last push or load, by
         another table, or without grad; for a gradient that is not finite or whose square overflows; for what
         RowClock.extend refuses. Raises OSError or UserError when a file can't be written: then the table refuses to
@@ -259,8 +288,7 @@ class RowTable:
             raise ValueError(f"table {self.name!r}: a gradient times {scale}: the factor must be finite and above 0")
         grad_ULD, rows_ULD = rows_ULD.grad, rows_ULD.detach()
         power_UL = mean_square(grad_ULD, scale) if ws.power is None or scale != 1.0 else ws.power
-        if len(ws.ids) and not bool(power_UL.amax().isfinite()):
-            row = int(ws.ids[~power_UL.isfinite().all(dim=1)][0])
+        if (row := self.not_finite(ws, power_UL)) is not None:
             raise ValueError(
                 f"table {self.name!r}: the gradient of row {row} is not finite or its square overflows, at event "
                 f"{self.event + 1}: nothing was changed; lower the learning rates or go back to a checkpoint"
@@ -268,7 +296,7 @@ class RowTable:
         beta2 = self.rule.beta2 if beta2 is None else beta2
         self.clock.extend(lr, beta2)
         try:
-            self._write(ws, rows_ULD, grad_ULD, power_UL, self.clock.row_event(lr, beta2, scale))
+            self._write(ws, rows_ULD, grad_ULD, power_UL, self.clock.row_event(lr, beta2, scale), columns_LD)
         except BaseException as error:
             # Some of the rows may be of this event and some not.
             self.broken = f"it could not be written at event {self.event} ({error})"
@@ -277,19 +305,24 @@ class RowTable:
         ws.close()
         return len(ws.ids)
 
-    def _write(self, ws: WorkingSet, rows_ULD: Tensor, grad_ULD: Tensor, power_UL: Tensor, event: RowEvent) -> None:
+    def _write(
+        self, ws: WorkingSet, rows_ULD: Tensor, grad_ULD: Tensor, power_UL: Tensor, event: RowEvent,
+        columns_LD: Tensor | None,
+    ) -> None:  # fmt: skip
         """The rule applied to the rows of a set, and all that is kept of them into the stores."""
         self._ticket = object()
         self._recent.append((self.event, ws.ids))
         whole = self.format in ("fp32", "fp64")
+        places_U = self.placement.local(ws.ids)
         memory = self.stores["rows"].memory if whole else None
         profile_LD = None
         if self.columns_LD is not None:
-            squares_LD = column_squares(grad_ULD, event.scale)
+            own = columns_LD is None
+            squares_LD = column_squares(grad_ULD, event.scale) if own else columns_LD * event.scale**2
             profile_LD = column_profile_(self.columns_LD, squares_LD, event, self.spec.rows, self.dtype)
         row_update_(
             rows_ULD, grad_ULD, power_UL, ws.state.get("second"), ws.state.get("moment"), profile_LD, event,
-            out_RLD=memory, ids_U=None if memory is None else ws.ids,
+            out_RLD=memory, ids_U=None if memory is None else places_U,
         )  # fmt: skip
         fresh_U = ws.ids[ws.state["last_event"] == 0].cpu()
         ws.state["last_event"].fill_(self.event)
@@ -304,11 +337,14 @@ class RowTable:
                 out[key] = ws.leases[-1].tensor
             planes |= self._codec.encode(rows_ULD, ws.ids, rounding_key(self.seed, self.event), out)
         for key, values in planes.items():
-            self.stores[key].write(ws.ids, values)
+            self.stores[key].write(places_U, values)
         self.first_touched.append(fresh_U)
+        self._unsaved.append(ws.ids.cpu())
+        # One list of all, or there would be one more for each event.
         if len(self.first_touched) > _REMEMBERED:
-            # One list of all, or there would be one more for each event.
             self.first_touched = [torch.cat(self.first_touched)]
+        if len(self._unsaved) > _REMEMBERED:
+            self._unsaved = [_merged(self._unsaved)]
 
     def read_rows(self, ids: Tensor) -> Tensor:
         """What the rows with these ids (any shape, duplicates allowed) are worth now: [*ids.shape, lanes, dim]."""
@@ -356,18 +392,18 @@ class RowTable:
                 stale_U[places_P[ids_U[places_P] == pushed_P]] = True
         where_S = stale_U.nonzero().flatten()
         if len(where_S):
-            ids_S = ids_U[where_S]
+            places_S = self.placement.local(ids_U[where_S])
             for key, plane in planes.items():
-                lease = self._buffers.take((len(ids_S), *plane.shape[1:]), plane.dtype)
-                plane[where_S] = self._read(key, ids_S, lease.tensor)
+                lease = self._buffers.take((len(places_S), *plane.shape[1:]), plane.dtype)
+                plane[where_S] = self._read(key, places_S, lease.tensor)
                 self._buffers.give(lease)
 
-    def _read(self, key: str, ids_U: Tensor, out: Tensor) -> Tensor:
-        """One plane of these rows, into out."""
+    def _read(self, key: str, places_U: Tensor, out: Tensor) -> Tensor:
+        """One plane of the rows at these places, into out."""
         if self.place == "file" and out.device.type != "cpu":
             # Files are read to the host.
-            return out.copy_(self.stores[key].read(ids_U))
-        return self.stores[key].read(ids_U, out)
+            return out.copy_(self.stores[key].read(places_U))
+        return self.stores[key].read(places_U, out)
 
     def _read_state(self, key: str, ids: Tensor) -> Tensor:
         if key not in self.kept:
@@ -390,3 +426,8 @@ class RowTable:
         if lowest < 0 or highest >= self.spec.rows:
             wrong = lowest if lowest < 0 else highest
             raise ValueError(f"table {self.name!r}: row id {wrong} is outside 0 to {self.spec.rows - 1}, its rows")
+
+
+def _merged(lists: list[Tensor]) -> Tensor:
+    """The distinct ids of several lists, sorted: int64, on the CPU."""
+    return torch.unique(torch.cat(lists)) if lists else torch.empty(0, dtype=torch.int64)

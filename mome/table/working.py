@@ -123,12 +123,12 @@ class _GatherRows(torch.autograd.Function):
 
 @dataclass(eq=False)
 class WorkingSet:
-    """The rows of one cycle. Made by a table's pull, take or restore; used up by its push.
+    """The rows of one cycle. Made by a table's pull or take, or from several owners' (exchange.py); used up by a push.
 
     ids:   int64 [U], sorted, each once.
     rows:  [U, lanes, dim], a leaf that autograd treats like any parameter; its .grad adds up over the cycle's steps.
     event: the table's event count when it was pulled.
-    steps: for each step it was pulled for the slots of its ids; a restored set has none and answers slots_of alone.
+    steps: for each step it was pulled for the slots of its ids.
     state: optimizer state of the rows as dense training holds it now; the raw last events.
     """
 

@@ -18,7 +18,7 @@ from mome.command import parse
 from mome.cycle import Cycles
 from mome.loss import cross_entropy
 from mome.run import build
-from mome.table.rows import RowTable
+from mome.world import World
 from optim.groups import build_optimizers, set_schedule
 
 V, BOS, WINDOWS, STEPS = 40, 0, (3, 9), 12
@@ -71,10 +71,7 @@ class Batches:
 
 def start(flags):
     config = parse([*WORDS, *flags]).config
-    parts = build(config, V, BOS)
-    parts.model.double()
-    for name, table in parts.tables.items():
-        parts.tables[name] = RowTable(table.spec, table.rule, seed=5, dtype=torch.float64, name=name)
+    parts = build(config, V, BOS, dtype=torch.float64)
     return config, parts, build_optimizers(parts.model.named_parameters(), config.optim)
 
 
@@ -89,17 +86,24 @@ def dense_step(parts, optimizers, config, rows, batch):
     return float(loss.detach())
 
 
+def end(cycles, cycle, lr):
+    """What a trainer does at the end of a cycle."""
+    cycles.send(cycle)
+    cycles.push(cycle, lr, cycles.merge(cycle), {})
+    cycles.serve()
+
+
 def train_sparse(flags):
     config, parts, optimizers = start(flags)
     loader, losses, ends = Batches(), [], []
-    cycles, cycle = Cycles(config, parts, loader), None
+    cycles, cycle = Cycles(config, parts, loader, World()), None
     for step in range(STEPS):
         cycle = cycle or cycles.begin(step)
         batch, slots = loader.next(), cycle.slots.pop(step)
         rows = {name: one.gather_slots(slots[name]) for name, one in cycle.sets.items()}
         losses.append(dense_step(parts, optimizers, config, rows, batch))
         if step + 1 == cycle.end:
-            cycles.push(cycle, lr_mul(len(ends)))
+            end(cycles, cycle, lr_mul(len(ends)))
             ends.append(step + 1)
             cycle = None
     cycles.close()
@@ -162,13 +166,13 @@ def test_the_length_of_the_cycle_matters():
 def test_where_the_data_ends_a_cycle_has_the_steps_there_are(depth, left):
     config, parts, _ = start(["--cycle", "2", "--prefetch", depth])
     loader = Batches(left)
-    cycles = Cycles(config, parts, loader)
+    cycles = Cycles(config, parts, loader, World())
     for step in range(0, left, 2):
         cycle = cycles.begin(step)
         assert (cycle.start, cycle.end, list(cycle.slots)) == (step, step + 2, [*range(step, min(step + 2, left))])
         for _ in cycle.slots:
             loader.next()
-        cycles.push(cycle, 1.0)
+        end(cycles, cycle, 1.0)
     with pytest.raises(DataExhausted):
         cycles.begin(step + 2)
     cycles.close()
@@ -178,7 +182,7 @@ def test_where_the_data_ends_a_cycle_has_the_steps_there_are(depth, left):
 def test_a_cycle_restored_in_its_middle_is_the_one_that_was_left(depth):
     config, parts, _ = start(["--cycle", "3", "--prefetch", depth])
     loader = Batches()
-    cycles = Cycles(config, parts, loader)
+    cycles = Cycles(config, parts, loader, World())
     left = cycles.begin(0)
     loader.next()
     for one in left.sets.values():
@@ -195,10 +199,10 @@ def test_a_cycle_restored_in_its_middle_is_the_one_that_was_left(depth):
 
 def test_a_norm_that_is_not_finite_is_refused_and_not_scaled_away():
     config, parts, _ = start(["--row-clip", "1"])
-    cycles = Cycles(config, parts, Batches())
+    cycles = Cycles(config, parts, Batches(), World())
     cycle = cycles.begin(0)
     for one in cycle.sets.values():
         one.rows.grad = torch.full_like(one.rows, float("inf"))
     with pytest.raises(ValueError, match="not finite"):
-        cycles.push(cycle, 1.0)
+        end(cycles, cycle, 1.0)
     cycles.close()

@@ -1,6 +1,7 @@
 """A table into parts and back: every rule and format, any size of part, and damage that is refused.
 
-Lives here: state_parts and load_parts. Not here: reading rows out of saved parts (test_table_file.py).
+Lives here: state_parts and load_parts. Not here: files and deltas (test_deltas.py), reading rows out of saved parts
+(test_table_file.py).
 """
 
 from __future__ import annotations
@@ -8,7 +9,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mome.table.parts import load_parts, state_parts
+from mome.table.parts import clock_part, load_parts, row_parts, state_parts
+from mome.table.placement import Placement
 from mome.table.rows import RowTable, TableSpec
 from optim.rows import KINDS, RowRule
 
@@ -198,3 +200,39 @@ def test_no_part_at_all_and_sets_from_before_are_refused():
         table.push(ws, 0.1)
     with pytest.raises(ValueError, match="before the table was loaded"):
         table.take(raw)
+
+
+@pytest.mark.parametrize("size", [2, 3, 7, 61])
+@pytest.mark.parametrize("kind", ["contiguous", "cyclic"])
+@pytest.mark.parametrize("part_bytes", [1, 300, 1 << 20])
+def test_a_table_that_keeps_some_rows_takes_those_and_no_others(kind, size, part_bytes):
+    full = train(make("momentum", "bf16"), 0, 6)
+    taken = []
+    for rank in range(size):
+        rule = RowRule("momentum", weight_decay=0.2)
+        placement = Placement(60, size, kind)
+        own = RowTable(SPEC, rule, 7, name="words", format="bf16", placement=placement, rank=rank)
+        load_parts(own, state_parts(full, part_bytes))
+        assert own.event == full.event
+        ids_U = own.touched_ids()
+        assert bool(own.owned(ids_U).all()) and not len(own.take_unsaved())
+        if len(ids_U):
+            (part,) = row_parts(full, ids_U)
+            assert same(own.read_planes(ids_U) | {"ids": ids_U}, part)
+        taken.append(ids_U)
+    assert torch.equal(torch.cat(taken).sort().values, full.touched_ids())
+
+
+def test_parts_are_of_the_rows_that_were_asked_for_and_of_about_the_size():
+    table = train(make(), 0, 6)
+    ids = table.touched_ids()[::2]
+    parts = list(row_parts(table, ids, 5 * 60))
+    assert torch.equal(torch.cat([part["ids"] for part in parts]), ids) and len(parts) > 2
+    assert all(sum(tensor.nbytes for tensor in part.values()) <= 5 * 60 for part in parts)
+    assert list(row_parts(table, ids[:0])) == []
+    kept = {key: tensor.clone() for key, tensor in parts[0].items()}
+    train(table, 6, 8)
+    assert same(parts[0], kept)
+    sums = clock_part(table)
+    train(table, 8, 9)
+    assert len(sums["log_decay"]) == 9 and len(clock_part(table)["log_decay"]) == 10

@@ -124,7 +124,6 @@ def test_ids_outside_the_table_are_refused_by_name(wrong):
         lambda ids: table.pull([ids], grad=False),
         table.read_rows,
         table.read_second,
-        lambda ids: table.restore(ids.sort().values, None),
     ):
         with pytest.raises(ValueError, match=rf"words.* {wrong} .*49"):
             call(torch.tensor([1, wrong]))
@@ -275,7 +274,9 @@ def test_stopped_in_mid_cycle_and_restored_equals_never_stopped(kind, stop_after
     second = make(kind)
     load_parts(second, [saved["table"]])
     assert second.event == 4
-    restored = second.restore(saved["ids"], saved["grad"])
+    restored = second.pull([saved["ids"]])
+    if saved["grad"] is not None:
+        restored.add_gradient(torch.arange(len(saved["ids"])), saved["grad"])
     assert restored.event == 4 and torch.equal(restored.rows, ws.rows)
     for k in range(stop_after, 2):
         slots = restored.slots_of(cycle_of(4)[k])
@@ -284,29 +285,6 @@ def test_stopped_in_mid_cycle_and_restored_equals_never_stopped(kind, stop_after
     second.push(restored, lr=0.05 / 5)
     train(second, 5, 8)
     assert same_bits(snapshot(straight), snapshot(second))
-
-
-def test_a_restored_gradient_is_a_copy_and_none_equals_zeros():
-    table = make()
-    ids, grad = torch.tensor([2, 5]), torch.ones(2, 3, 4)
-    ws = table.restore(ids, grad)
-    ws.rows.grad.zero_()
-    assert grad.eq(1).all()
-    table.push(ws, 0.1)
-    other = make()
-    other.push(other.restore(ids, None), 0.1)
-    assert same_bits(snapshot(table), snapshot(other))
-
-
-@pytest.mark.parametrize("ids", [[5, 2], [2, 2, 5], [[2, 5]]])
-def test_a_restored_set_must_be_sorted_and_unique(ids):
-    with pytest.raises(ValueError, match=r"words.*sorted"):
-        make().restore(torch.tensor(ids), None)
-
-
-def test_a_restored_gradient_must_have_the_sets_shape():
-    with pytest.raises(ValueError, match=r"words.*\(3, 3, 4\).*\(2, 3, 4\)"):
-        make().restore(torch.tensor([2, 5]), torch.zeros(3, 3, 4))
 
 
 # Order, repeats, sizes

@@ -203,7 +203,8 @@ def test_g_saved_in_mid_cycle_and_loaded_equals_uninterrupted(kind, format, tmp_
     assert len(parts) > 1
 
     load_parts(second, parts)
-    restored = second.restore(ids, grad)
+    restored = second.pull([ids])
+    restored.add_gradient(torch.arange(len(ids)), grad)
     for k, one in enumerate(EVENTS[stop].steps[1:], start=1):
         step(restored, restored.slots_of(one), 10 * stop + k)
     second.push(restored, EVENTS[stop].lr, EVENTS[stop].beta2)
@@ -272,7 +273,7 @@ def test_l_p_refusals_leave_clock_state_and_bits_as_they_were(kind, format):
     refused("grad=True|pull again", None, reading)
     refused("grad=True", None, table.pull([ids], grad=False))
     for wrong in (-1, 40, 1 << 40, -(1 << 40)):
-        for call in (lambda ids: table.plan([ids]), table.read_rows, lambda ids: table.restore(ids, None)):
+        for call in (lambda ids: table.plan([ids]), table.read_rows):
             with pytest.raises(ValueError, match=f"words.* {wrong} .*39"):
                 call(torch.tensor([wrong]))
     refused("not finite", torch.full_like(good, math.nan))

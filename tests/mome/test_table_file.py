@@ -1,7 +1,7 @@
 """Tables that are only read: an export's rows and a checkpoint's parts, as they were written, and never a cut file.
 
 Lives here: mapped_tensor, FileTable and saved_table on files made here.
-Not here: writing parts and loading them into a table that trains (test_parts.py), whole exports (tests/tools/).
+Not here: parts and a table that trains (test_parts.py), several deltas (test_deltas.py), whole exports (tests/tools/).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from mome.errors import UserError
 from mome.table.file import FileTable, mapped_tensor, saved_table
-from mome.table.parts import state_parts
+from mome.table.parts import clock_part, row_parts
 from mome.table.rows import RowTable, TableSpec
 from optim.rows import KINDS, RowRule
 from tests.trained import push_random
@@ -43,12 +43,14 @@ def trained(kind: str = "adam", format: str = "fp32", **rule) -> RowTable:
     return table
 
 
-def saved(table: RowTable, folder: Path, part_bytes: int = 1 << 20) -> list[Path]:
+def saved(table: RowTable, folder: Path, part_bytes: int = 1 << 20) -> tuple[Path, list[Path]]:
+    """The file of its clock, and those of its parts."""
     files = []
-    for part in state_parts(table, part_bytes):
+    for part in row_parts(table, table.touched_ids(), part_bytes):
         files.append(folder / f"words.{len(files):03d}.safetensors")
         save_file(part, files[-1])
-    return files
+    save_file(clock_part(table), folder / "words.clock.safetensors")
+    return folder / "words.clock.safetensors", files
 
 
 # One tensor
@@ -158,9 +160,9 @@ def test_an_export_is_refused_for_its_later_files_too(tmp_path):
 @pytest.mark.parametrize("part_bytes", [1, 400, 1 << 20])
 def test_a_saved_table_reads_what_the_live_one_does(kind, format, part_bytes, tmp_path):
     table = trained(kind, format)
-    files = saved(table, tmp_path, part_bytes)
+    clock, files = saved(table, tmp_path, part_bytes)
     assert {1: len(files) == table.touched_rows, 400: 1 < len(files) < 20, 1 << 20: len(files) == 1}[part_bytes]
-    read = saved_table(SPEC, table.rule, 7, "words", format, files)
+    read = saved_table(SPEC, table.rule, 7, "words", format, clock, files)
     assert read.event == table.event
     for chunk in (7, 60):
         assert torch.equal(torch.cat(list(read.iter_rows(chunk))), table.read_rows(EVERYTHING))
@@ -175,33 +177,33 @@ def test_a_saved_table_reads_what_the_live_one_does(kind, format, part_bytes, tm
 @pytest.mark.parametrize("decay", ["none", "touched", "gated", "gated-retroactive"])
 def test_a_saved_table_decays_as_its_rule_says(decay, tmp_path):
     table = trained(decay=decay, weight_decay=0.0 if decay == "none" else 0.5)
-    read = saved_table(SPEC, table.rule, 7, "words", "fp32", saved(table, tmp_path, 300))
+    read = saved_table(SPEC, table.rule, 7, "words", "fp32", *saved(table, tmp_path, 300))
     assert torch.equal(read.read_rows(EVERYTHING), table.read_rows(EVERYTHING))
 
 
 def test_a_saved_table_that_was_never_or_wholly_touched(tmp_path):
     table = RowTable(SPEC, RowRule("adam", weight_decay=0.2), 7, name="words")
     for part_bytes in (1, 1 << 20):
-        read = saved_table(SPEC, table.rule, 7, "words", "fp32", saved(table, tmp_path, part_bytes))
+        read = saved_table(SPEC, table.rule, 7, "words", "fp32", *saved(table, tmp_path, part_bytes))
         assert torch.equal(read.read_rows(EVERYTHING), table.read_rows(EVERYTHING))
         push_random(table)
 
 
 def test_a_saved_table_does_not_train(tmp_path):
-    read = saved_table(SPEC, RowRule("adam"), 7, "words", "fp32", saved(trained(weight_decay=0.0), tmp_path))
-    with pytest.raises(ValueError, match=r"words.000.safetensors.*only read.*a table that trains"):
+    read = saved_table(SPEC, RowRule("adam"), 7, "words", "fp32", *saved(trained(weight_decay=0.0), tmp_path))
+    with pytest.raises(ValueError, match=rf"{tmp_path}.*only read.*a table that trains"):
         push_random(read)
 
 
 def test_a_saved_table_refuses_ids_as_the_live_one_does(tmp_path):
     table = trained()
-    read = saved_table(SPEC, table.rule, 7, "words", "fp32", saved(table, tmp_path))
+    read = saved_table(SPEC, table.rule, 7, "words", "fp32", *saved(table, tmp_path))
     with pytest.raises(ValueError, match=r"words.* 60 .*59"):
         read.pull([torch.tensor([60])], grad=False)
 
 
 def test_parts_of_another_table_are_refused(tmp_path):
-    rule, (file,) = RowRule("adam", weight_decay=0.2), saved(trained(), tmp_path)
+    clock, (file,) = saved(trained(), tmp_path)
     for spec, kind, format, match in (
         (TableSpec(60, 2, 6, 0.3), "adam", "fp32", r"\[2, 5\].*\[2, 6\]"),
         (SPEC, "adam", "bf16", "float32.*bfloat16"),
@@ -209,20 +211,22 @@ def test_parts_of_another_table_are_refused(tmp_path):
         (SPEC, "momentum", "fp32", "moment"),
     ):
         with pytest.raises(UserError, match=rf"words.000.*({match})"):
-            saved_table(spec, RowRule(kind), 7, "words", format, [file])
-    with pytest.raises(UserError, match=r"words.*without a part"):
-        saved_table(SPEC, rule, 7, "words", "fp32", [])
+            saved_table(spec, RowRule(kind), 7, "words", format, clock, [file])
+    with pytest.raises(UserError, match=r"words.clock.*cannot be read.*travel"):
+        saved_table(SPEC, RowRule("momentum"), 7, "words", "fp32", clock, [])
+    with pytest.raises(UserError, match=r"nowhere.*clock cannot be read"):
+        saved_table(SPEC, RowRule("adam"), 7, "words", "fp32", tmp_path / "nowhere", [])
 
 
 def test_damaged_parts_are_refused(tmp_path):
     table = trained()
-    files = saved(table, tmp_path, 600)
+    clock, files = saved(table, tmp_path, 600)
     good = [file.read_bytes() for file in files]
-    parts = [dict(part) for part in state_parts(table, 600)]
+    parts = list(row_parts(table, table.touched_ids(), 600))
 
     def refused(match: str) -> None:
         with pytest.raises(UserError, match=match):
-            saved_table(SPEC, table.rule, 7, "words", "fp32", files)
+            saved_table(SPEC, table.rule, 7, "words", "fp32", clock, files)
 
     for n in (0, len(files) - 1):
         for cut in (1, 40, len(good[n]) - 20):
@@ -233,11 +237,11 @@ def test_damaged_parts_are_refused(tmp_path):
         save_file(parts[n] | {"second": parts[n]["second"][:-1].contiguous()}, files[n])
         refused("damaged")
         files[n].write_bytes(good[n])
-    save_file({key: tensor for key, tensor in parts[0].items() if key != "log_beta2"}, files[0])
-    refused("words.000.*clock.*log_beta2")
-    save_file(parts[0] | {"log_decay": parts[0]["log_decay"] + 1}, files[0])
-    refused("words.000.*clock")
-    files[0].write_bytes(good[0])
-    assert torch.equal(
-        saved_table(SPEC, table.rule, 7, "words", "fp32", files).read_rows(EVERYTHING), table.read_rows(EVERYTHING)
-    )
+    sums = clock_part(table)
+    save_file({"log_decay": sums["log_decay"]}, clock)
+    refused("words.clock.*clock.*log_beta2")
+    save_file(sums | {"log_decay": sums["log_decay"] + 1}, clock)
+    refused("words.clock.*clock")
+    save_file(sums, clock)
+    read = saved_table(SPEC, table.rule, 7, "words", "fp32", clock, files)
+    assert torch.equal(read.read_rows(EVERYTHING), table.read_rows(EVERYTHING))

@@ -66,13 +66,13 @@ def test_rows_in_files_equal_the_trained_table(run_folder, corpus):
     """What the tools read from a checkpoint is what training would read next, decay included."""
     from mome.checkpoint import Checkpoint, newest
     from mome.run import build
-    from mome.table.parts import load_parts
+    from mome.table.deltas import load_files
 
     run = load_run(run_folder)
     checkpoint = Checkpoint(newest(run.folder.checkpoints, print))
     parts = build(run.config, run.tokenizer.vocab_size, run.tokenizer.bos)
     for name, table in parts.tables.items():
-        load_parts(table, checkpoint.parts(f"table_{name}"))
+        load_files(table, checkpoint.table(name))
         decayed = table.read_rows(torch.arange(table.spec.rows))
         assert torch.equal(torch.cat(list(run.parts.tables[name].iter_rows(7))), decayed)
         ids = torch.tensor([[3, 3, 11], [0, table.spec.rows - 1, 5]])

@@ -1,0 +1,217 @@
+"""The processes of a run: who they are, and every collective that they call, in one order.
+
+Lives here: World, its collectives by name (torch.distributed), what each sent, and ORDER, the order of a step.
+Not here: what the tensors mean (mome/dense.py, mome/table/exchange.py), and who notices a dead peer (mome/watchdog.py).
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, distributed
+
+from mome.errors import SharedError
+from mome.restart import attempt_store
+
+# What a step calls, from its start to its end; every rank the same, and nobody from a thread. * in the first step of a
+# cycle, for the cycle after it; + in the last. Without look-ahead (and for the first cycle of a process) the three that
+# bring rows come one after the other before the step.
+ORDER = (
+    ("row counts", "*", "how many rows each rank wants of each other one; on the host, behind the forward pass"),
+    ("row ids", "*", "which ones; behind the backward pass"),
+    ("dense gradients", "", "summed, each onto its owner; in scatter order"),
+    ("replicated gradients", "", "of the small parameters, summed in one piece"),
+    ("row gradients", "+", "back to the owners, along the ways that the rows came"),
+    ("step sums", "", "loss, norms, whether all is finite, who wants to stop, whose checkpoint is written"),
+    ("rows", "+", "of the next cycle, before the weights"),
+    ("dense weights", "", "from their owners to all; in work order"),
+)
+
+
+class At(NamedTuple):
+    """Where a process is: the step (from 1), the collective that it is in ("" between two) and since when, and how many
+    it has entered so far."""
+
+    step: int
+    name: str
+    number: int
+    since: float
+
+
+class Pending:
+    """A collective under way; `wait` gives its result, once, and is called on every rank."""
+
+    def __init__(self, result: Callable[[], Any], work: Any = None, done: Callable[[], None] = lambda: None) -> None:
+        self._result, self._work, self._done = result, work, done
+
+    def wait(self) -> Any:
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+            self._done()
+        return self._result()
+
+
+class World:
+    """rank of size processes, each with one device. Collectives are called by the main thread alone, by every rank in
+    the same order and with the same names; with one process they call nothing and cost nothing.
+
+    sent: by name, the bytes that this process handed over for others so far: what travels in all-to-alls, and for
+    reductions and gathers what a ring sends, (size - 1) / size of the whole, twice for an all-reduce.
+    step: what the trainer says it is at, for messages. calls: a list to which names are appended, or None.
+    """
+
+    def __init__(self, rank: int = 0, size: int = 1, device: torch.device | str = "cpu") -> None:
+        self.rank, self.size, self.device = rank, size, torch.device(device)
+        self.step = 0
+        self.sent: dict[str, int] = {}
+        self.calls: list[str] | None = None
+        # The last collectives, by number: with NCCL one is left before it is over.
+        self.entered: deque[tuple[int, str]] = deque(maxlen=64)
+        self._number = 0
+        self._inside: dict[int, tuple[str, float]] = {}
+        # Counts are needed on the host: NCCL would take them through the device and make the host wait for it.
+        self._host_group = distributed.new_group(backend="gloo") if size > 1 and self.device.type == "cuda" else None
+
+    @classmethod
+    def join(cls, device: torch.device, timeout: float = 600.0) -> World:
+        """This process's world: as torchrun says, or one process. timeout: seconds that a collective may take.
+
+        Meets once, so that a broken set-up shows before the first step.
+        """
+        if "RANK" not in os.environ:
+            return cls(device=device)
+        backend, store = "nccl" if device.type == "cuda" else "gloo", attempt_store(timeout)
+        who = {} if store is None else {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
+        distributed.init_process_group(backend, store=store, timeout=timedelta(seconds=timeout), **who)
+        world = cls(distributed.get_rank(), distributed.get_world_size(), device)
+        distributed.all_reduce(torch.ones(1, device=device))
+        return world
+
+    def close(self) -> None:
+        """Leave the process group."""
+        if distributed.is_initialized():
+            distributed.destroy_process_group()
+
+    @property
+    def alone(self) -> bool:
+        """Whether this is the only process."""
+        return self.size == 1
+
+    @property
+    def first(self) -> bool:
+        """Whether this process speaks for all: it prints, and writes what is not sharded."""
+        return self.rank == 0
+
+    def at(self) -> At:
+        """Where this process is now: in the collective that it entered first and has not left. Safe in any thread."""
+        for _, (name, since) in sorted(self._inside.copy().items()):
+            return At(self.step, name, self._number, since)
+        return At(self.step, "", self._number, time.monotonic())
+
+    def all_reduce(self, name: str, tensor: Tensor, op: str = "sum") -> Pending:
+        """The sum (or "max", "min") over the ranks, in place; every rank gets the same bits."""
+        if self.alone:
+            return Pending(lambda: tensor)
+        self._count(name, 2 * tensor.nbytes * (self.size - 1) // self.size)
+        ops = {"sum": distributed.ReduceOp.SUM, "max": distributed.ReduceOp.MAX, "min": distributed.ReduceOp.MIN}
+        return self._call(name, lambda: distributed.all_reduce(tensor, ops[op], async_op=True), tensor)
+
+    def reduce_scatter(self, name: str, whole: Tensor, own: Tensor) -> Pending:
+        """own [n, ...] = this rank's n-th of the sum over ranks of whole [size * n, ...], of the same dtype."""
+        if self.alone:
+            if own.data_ptr() != whole.data_ptr():
+                own.copy_(whole)
+            return Pending(lambda: own)
+        self._count(name, whole.nbytes * (self.size - 1) // self.size)
+        call = getattr(distributed, "reduce_scatter_single", None) or distributed.reduce_scatter_tensor
+        return self._call(name, lambda: call(own, whole, async_op=True), own)
+
+    def all_gather(self, name: str, whole: Tensor, own: Tensor) -> Pending:
+        """whole [size * n, ...] = own [n, ...] of every rank in order; own may be its place in whole."""
+        if self.alone:
+            if own.data_ptr() != whole.data_ptr():
+                whole.copy_(own)
+            return Pending(lambda: whole)
+        self._count(name, own.nbytes * (self.size - 1))
+        call = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
+        return self._call(name, lambda: call(whole, own, async_op=True), whole)
+
+    def all_to_all(self, name: str, send: Tensor, give: Sequence[int], take: Sequence[int]) -> Pending:
+        """Pieces of send [sum(give), ...], one a rank in order, go to the ranks; the result holds what they sent here,
+        [sum(take), ...], in order. give[rank] and take[rank] are 0: what is this rank's own never travels."""
+        assert give[self.rank] == take[self.rank] == 0, "a rank's own rows do not travel"
+        if self.alone:
+            return Pending(lambda: send)
+        self._count(name, send.nbytes)
+        got = send.new_empty(sum(take), *send.shape[1:])
+        call = lambda: distributed.all_to_all_single(got, send, list(take), list(give), async_op=True)  # noqa: E731
+        return self._call(name, call, got)
+
+    def counts(self, name: str, counts_WK: Tensor) -> Pending:
+        """counts [size, K] (int64, CPU), line r for rank r: the result's line r is what rank r has for this one."""
+        if self.alone:
+            return Pending(lambda: counts_WK)
+        self._count(name, counts_WK.nbytes // self.size * (self.size - 1))
+        got = torch.empty_like(counts_WK)
+        group = self._host_group
+        return self._call(name, lambda: distributed.all_to_all_single(got, counts_WK, group=group, async_op=True), got)
+
+    def gather_objects(self, name: str, value: Any) -> list[Any]:
+        """The (small, picklable) values of all ranks in order, on every rank. Slow: for the start and the end."""
+        if self.alone:
+            return [value]
+        values: list[Any] = [None] * self.size
+        number = self._enter(name)
+        distributed.all_gather_object(values, value, group=self._host_group)
+        self._inside.pop(number, None)
+        return values
+
+    def meet(self, name: str) -> None:
+        """Return when every rank has come here."""
+        if not self.alone:
+            self.all_reduce(name, torch.zeros(1, device=self.device)).wait()
+
+    def agree(self, facts: Mapping[str, Any]) -> None:
+        """Raise SharedError on every rank, naming the facts and ranks that differ from rank 0's, unless all agree."""
+        everybody = self.gather_objects("facts", dict(facts))
+        first, wrong = everybody[0], []
+        for key in sorted({key for one in everybody for key in one}):
+            odd = [rank for rank, one in enumerate(everybody) if one.get(key) != first.get(key)]
+            if odd:
+                values = f"{_short(everybody[odd[0]].get(key))} instead of {_short(first.get(key))}"
+                wrong.append(f"{key} on rank {', '.join(map(str, odd))} ({values} on rank 0)")
+        if wrong:
+            raise SharedError(
+                f"the processes do not agree on {'; '.join(wrong)}: start them with the same files and flags"
+            )
+
+    def bytes_sent(self) -> int:
+        """All that `sent` counts."""
+        return sum(self.sent.values())
+
+    def _call(self, name: str, call: Callable[[], Any], result: Tensor) -> Pending:
+        number = self._enter(name)
+        return Pending(lambda: result, call(), lambda: self._inside.pop(number, None))
+
+    def _enter(self, name: str) -> int:
+        self._number += 1
+        self._inside[self._number] = (name, time.monotonic())
+        self.entered.append((self._number, name))
+        if self.calls is not None:
+            self.calls.append(name)
+        return self._number
+
+    def _count(self, name: str, size: int) -> None:
+        self.sent[name] = self.sent.get(name, 0) + size
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 40 else text[:37] + "..."

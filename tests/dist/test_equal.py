@@ -1,0 +1,125 @@
+"""N processes train what one trains: weights, row state and metrics, for every memory, rule, cycle and placement.
+
+Lives here: whole trainings (train_gpt.Training) on 1 to 4 ranks side by side; with MOME_MANY=1 on 3 and 8 too, longer.
+Not here: one exchange on odd ids (test_exchange.py), dense parameters alone (test_dense.py), checkpoints
+(test_resume.py).
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from tests import tiny
+from tests.dist.processes import start
+from tests.dist.trainings import STEPS, assert_alike, make, outcome, train
+
+MANY = bool(os.environ.get("MOME_MANY"))
+LATE = ("--cycle", "2", "--cycle-late", "4", "--cycle-late-from", "0.4")
+
+# Every memory, row rule, decay, cycle, placement and depth is in one of these, each beside others than before.
+CASES = {
+    "adam": (),
+    "cycles": (*LATE, "--row-clip", "0.02", "--prefetch", "3", "--table.ngram.weight-decay", "0.1"),
+    "late reads": ("--prefetch", "0", "--cycle", "4", "--table.routed.placement", "contiguous"),
+    "adagrad": (
+        "--memories", "value", "ngram", "--table.value.rule", "adagrad", "--table.ngram.rule", "sgd",
+        "--table.ngram.placement", "contiguous", "--table.value.weight-decay", "0.1", "--table.value.decay", "gated",
+    ),
+    "factored": (
+        "--table.ngram.rule", "factored", "--table.routed.rule", "momentum", "--table.routed.lr", "0.1",
+        "--table.routed.placement", "balanced", "--cycle", "4", "--table.routed.weight-decay", "0.05",
+    ),
+    "file": ("--table.ngram.place", "file", "--table.ngram.placement", "balanced", "--cycle", "3"),
+    "one owner": ("--memories", "ngram", "--memory.ngram.rows", "5", "--memory.ngram.orders", "2"),
+    "adamw": ("--memories", "ngram", "--optim.kind", "adamw", "--table.ngram.beta2-by", "step", "--cycle", "2"),
+    "no memory": (),
+}  # fmt: skip
+
+
+def trained(world, corpus, folder, case, steps, dtype):
+    """What a training came to on this rank."""
+    training = make(world, corpus, folder, CASES[case], steps, dtype, memories=case != "no memory")
+    world.calls = []
+    metrics = train(training, steps)
+    score = training.score(4)
+    knocked = training.score(4, "shuffled_rows") if training.parts.tables else None
+    found = outcome(training) | {
+        "metrics": metrics, "score": (score, knocked), "tokens": training.own_tokens, "calls": world.calls,
+        "table_bytes": sum(table.table_bytes() for table in training.parts.tables.values()),
+    }  # fmt: skip
+    training.close()
+    return found
+
+
+def all_cases(world, corpus, folder, steps, dtype=torch.float64):
+    return {case: trained(world, corpus, folder / case, case, steps, dtype) for case in CASES}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return tiny.make_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+def alone_of(corpus, folder, steps, dtype=torch.float64):
+    return start(all_cases, 1, corpus, folder, steps, dtype, timeout=900)[0]
+
+
+def assert_equal(found, alone, size, tolerance):
+    """Outcomes of all cases on some ranks, and of one process."""
+    for case, one in alone.items():
+        ranks = [rank[case] for rank in found]
+        for rank in ranks:
+            assert rank["metrics"] == ranks[0]["metrics"] and rank["score"] == ranks[0]["score"], case
+            assert rank["calls"] == ranks[0]["calls"], case
+        torch.testing.assert_close(
+            torch.tensor(ranks[0]["metrics"]), torch.tensor(one["metrics"]), rtol=tolerance, atol=tolerance
+        )
+        for mine, theirs in zip(ranks[0]["score"], one["score"]):
+            assert (mine is None) == (theirs is None)
+            if mine is not None:
+                assert mine.tokens == theirs.tokens
+                assert abs(mine.val_loss - theirs.val_loss) < tolerance
+                assert abs(mine.val_bpb - theirs.val_bpb) < tolerance
+        assert_alike(ranks, [one], tolerance, case)
+        # A share each: of the tokens exactly, of the tables to the rows that do not divide.
+        assert [rank["tokens"] for rank in ranks] == [one["tokens"] // size] * size
+        assert sum(rank["table_bytes"] for rank in ranks) >= one["table_bytes"]
+        if case not in ("one owner", "no memory"):
+            # Balanced loads are not balanced rows.
+            most = 2.0 if "balanced" in CASES[case] else 1.3
+            assert max(rank["table_bytes"] for rank in ranks) < most * one["table_bytes"] / size, case
+
+
+def test_ranks_train_what_one_process_trains(corpus, tmp_path):
+    alone = alone_of(corpus, tmp_path / "1", STEPS)
+    for size in (2, 4):
+        assert_equal(start(all_cases, size, corpus, tmp_path / str(size), STEPS, timeout=600), alone, size, 1e-10)
+
+
+@pytest.mark.skipif(not MANY, reason="minutes on two cores: MOME_MANY=1 runs it")
+def test_many_ranks_and_more_steps(corpus, tmp_path):
+    alone = alone_of(corpus, tmp_path / "1", 60)
+    for size in (2, 3, 4, 8):
+        found = start(all_cases, size, corpus, tmp_path / str(size), 60, timeout=1800)
+        assert_equal(found, alone, size, 1e-10)
+
+
+def test_float32_differs_by_the_order_of_sums_alone(corpus, tmp_path):
+    """And the same number of ranks gives the same bits twice."""
+    one, again, alone = (
+        start(all_cases, size, corpus, tmp_path / name, 3, torch.float32, timeout=600)
+        for size, name in ((2, "one"), (2, "again"), (1, "alone"))
+    )
+    for mine, theirs in zip(one, again):
+        for case in CASES:
+            assert mine[case]["metrics"] == theirs[case]["metrics"]
+            assert all(torch.equal(w, theirs[case]["weights"][n]) for n, w in mine[case]["weights"].items())
+            for name, (_, planes) in mine[case]["rows"].items():
+                assert all(torch.equal(x, theirs[case]["rows"][name][1][key]) for key, x in planes.items())
+    for case in CASES:
+        torch.testing.assert_close(
+            torch.tensor(one[0][case]["metrics"]), torch.tensor(alone[0][case]["metrics"]), rtol=1e-3, atol=1e-4
+        )
