@@ -103,9 +103,7 @@ def test_one_rank_speaks_and_the_folder_is_that_of_one_process(runs):
 
 def test_metrics_are_those_of_one_process_up_to_the_order_of_sums(runs):
     for size in (2, 4):
-        torch.testing.assert_close(
-            numbers(runs[size][0]), numbers(runs[1][0]), rtol=2e-3, atol=1e-4
-        )
+        torch.testing.assert_close(numbers(runs[size][0]), numbers(runs[1][0]), rtol=2e-3, atol=1e-4)
         sent = [line["bytes_sent"] for line in tiny.metrics(runs[size][0])]
         assert min(sent) > 0 and [line["bytes_sent"] for line in tiny.metrics(runs[1][0])] == [0] * 12
 

@@ -12,6 +12,7 @@ import os
 import pytest
 import torch
 
+from mome.world import ORDER
 from tests import tiny
 from tests.dist.processes import start
 from tests.dist.trainings import STEPS, assert_alike, make, outcome, train
@@ -48,6 +49,7 @@ def trained(world, corpus, folder, case, steps, dtype):
     knocked = training.score(4, "shuffled_rows") if training.parts.tables else None
     found = outcome(training) | {
         "metrics": metrics, "score": (score, knocked), "tokens": training.own_tokens, "calls": world.calls,
+        "ends": {training.cycles.cadence.cycle(step)[1] for step in range(steps)},
         "table_bytes": sum(table.table_bytes() for table in training.parts.tables.values()),
     }  # fmt: skip
     training.close()
@@ -73,6 +75,7 @@ def assert_equal(found, alone, size, tolerance):
         ranks = [rank[case] for rank in found]
         for rank in ranks:
             assert rank["metrics"] == ranks[0]["metrics"] and rank["score"] == ranks[0]["score"], case
+            # Whoever calls something else hangs sooner or later.
             assert rank["calls"] == ranks[0]["calls"], case
         torch.testing.assert_close(
             torch.tensor(ranks[0]["metrics"]), torch.tensor(one["metrics"]), rtol=tolerance, atol=tolerance
@@ -93,10 +96,32 @@ def assert_equal(found, alone, size, tolerance):
             assert max(rank["table_bytes"] for rank in ranks) < most * one["table_bytes"] / size, case
 
 
+def assert_in_order(calls, cycle_ends):
+    """Collectives come in the order of ORDER from the second step on, those of rows in a cycle's first and last one."""
+    names, step, steps = [name for name, _, _ in ORDER], -1, []
+    for name in calls:
+        if name == "step":
+            steps.append([])
+        elif name in names:
+            steps[-1].append(name)
+    for step, called in enumerate(steps[1:], start=2):
+        places = [names.index(name) for name in called]
+        assert places == sorted(places), (step, called)
+        last, first = step in cycle_ends, step - 1 in cycle_ends
+        assert ("row gradients" in called) == last
+        assert "row counts" not in called or first
+        assert called.count("step sums") == 1 and {"dense gradients", "dense weights"} <= set(called)
+        assert ("rows" in called) == (last and step < len(steps))
+
+
 def test_ranks_train_what_one_process_trains(corpus, tmp_path):
     alone = alone_of(corpus, tmp_path / "1", STEPS)
     for size in (2, 4):
-        assert_equal(start(all_cases, size, corpus, tmp_path / str(size), STEPS, timeout=600), alone, size, 1e-10)
+        found = start(all_cases, size, corpus, tmp_path / str(size), STEPS, timeout=600)
+        assert_equal(found, alone, size, 1e-10)
+        for case in ("adam", "cycles"):
+            assert_in_order(found[0][case]["calls"], found[0][case]["ends"])
+        assert found[0]["cycles"]["ends"] == {2, 4, 5, 6, 9, 12}
 
 
 @pytest.mark.skipif(not MANY, reason="minutes on two cores: MOME_MANY=1 runs it")

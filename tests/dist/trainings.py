@@ -43,6 +43,8 @@ def train(training: train_gpt.Training, until: int) -> list[tuple[float, ...]]:
     metrics = []
     while training.step < until:
         training.world.step = training.step + 1
+        if training.world.calls is not None:
+            training.world.calls.append("step")
         training.cycle = training.cycle or training.cycles.begin(training.step)
         last = training.step + 1 == training.cycle.end
         sums = training.train_step()
