@@ -80,6 +80,7 @@ def segment_sum(begin, end, sums_UE, grad_NE, order_N, starts_M, slots_S, add, p
     """
     count, width = grad_NE.shape
     lanes = power_UL.shape[1] if len(power_UL) else 0
+    dim = width // max(1, lanes)
     one = sums_UE.dtype.type(1)
     step, most = _reach(grad_NE)
     total_E = np.empty(width, sums_UE.dtype)
@@ -98,7 +99,7 @@ def segment_sum(begin, end, sums_UE, grad_NE, order_N, starts_M, slots_S, add, p
                 for j in range(width):
                     sums_UE[slot, j] = grad_NE[row, j]
             for lane in range(lanes):
-                power_UL[slot, lane] = mean_of_squares(_lane(sums_UE[slot], lane, lanes), one)
+                power_UL[slot, lane] = mean_of_squares(sums_UE, slot, lane * dim, dim, one)
             continue
         total_E[:] = 0
         for k in range(first, last):
@@ -115,10 +116,4 @@ def segment_sum(begin, end, sums_UE, grad_NE, order_N, starts_M, slots_S, add, p
             for j in range(width):
                 sums_UE[slot, j] = total_E[j]
         for lane in range(lanes):
-            power_UL[slot, lane] = mean_of_squares(_lane(sums_UE[slot], lane, lanes), one)
-
-
-@jit
-def _lane(row_E, lane, lanes):
-    dim = len(row_E) // lanes
-    return row_E[lane * dim : (lane + 1) * dim]
+            power_UL[slot, lane] = mean_of_squares(sums_UE, slot, lane * dim, dim, one)

@@ -15,8 +15,6 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from numba.np import arrayobj
 
-from kernels.cpu import jit
-
 
 @intrinsic
 def prefetch(typing_context, array_RE, row, column):
@@ -60,28 +58,49 @@ def copy_row(typing_context, to_RE, row, from_QE, other):
     return types.void(to_RE, types.intp, from_QE, types.intp), codegen
 
 
-@jit
-def mean_of_squares(row_D, scale):
-    """Mean of (scale * x)^2 over a row, in an order of its own: the same bits wherever this is inlined.
+@intrinsic
+def mean_of_squares(typing_context, array_RE, row, begin, dim, scale):
+    """Mean of (scale * x)^2 over array[row, begin : begin + dim], scale of the array's dtype.
 
-    Eight sums, one for each remainder of the position by 8, because one would wait for itself at every number.
+    Sixteen sums side by side, one for each remainder of the position by 16, then those added in order, then what is
+    left of the row: vectors by name, so that no compiler's liberty decides about the order and each kernel that takes
+    this has the same bits.
     """
-    dim = len(row_D)
-    nothing = scale - scale
-    a, b, c, d, e, f, g, h = nothing, nothing, nothing, nothing, nothing, nothing, nothing, nothing
-    whole = dim - dim % 8
-    for k in range(0, whole, 8):
-        a += (scale * row_D[k]) * (scale * row_D[k])
-        b += (scale * row_D[k + 1]) * (scale * row_D[k + 1])
-        c += (scale * row_D[k + 2]) * (scale * row_D[k + 2])
-        d += (scale * row_D[k + 3]) * (scale * row_D[k + 3])
-        e += (scale * row_D[k + 4]) * (scale * row_D[k + 4])
-        f += (scale * row_D[k + 5]) * (scale * row_D[k + 5])
-        g += (scale * row_D[k + 6]) * (scale * row_D[k + 6])
-        h += (scale * row_D[k + 7]) * (scale * row_D[k + 7])
-    for k in range(whole, dim):
-        a += (scale * row_D[k]) * (scale * row_D[k])
-    return (((a + b) + (c + d)) + ((e + f) + (g + h))) / dim
+
+    def codegen(context, builder, signature, args):
+        array, row, begin, dim, scale = args
+        number = context.get_value_type(signature.args[0].dtype)
+        width, halves = 8, 2
+        vector = ir.VectorType(number, width)
+        place = _place(context, builder, signature.args[0], array, row, begin)
+        scales = ir.Constant(vector, [0.0] * width)
+        for lane in range(width):
+            scales = builder.insert_element(scales, scale, ir.Constant(ir.IntType(32), lane))
+        sums = [
+            cgutils.alloca_once_value(builder, ir.Constant(vector, [0.0] * width)) for _ in range(halves)
+        ]  # fmt: skip
+        step = ir.Constant(dim.type, width * halves)
+        whole = builder.sub(dim, builder.srem(dim, step))
+        with cgutils.for_range_slice(builder, dim.type(0), whole, step) as (position, _):
+            for half, held in enumerate(sums):
+                at = builder.gep(place, [builder.add(position, dim.type(half * width))])
+                numbers = builder.load(
+                    builder.bitcast(at, vector.as_pointer()), align=signature.args[0].dtype.bitwidth // 8
+                )
+                numbers = builder.fmul(numbers, scales)
+                builder.store(builder.fadd(builder.load(held), builder.fmul(numbers, numbers)), held)
+        total = cgutils.alloca_once_value(builder, number(0.0))
+        for held in sums:
+            lanes = builder.load(held)
+            for lane in range(width):
+                one = builder.extract_element(lanes, ir.Constant(ir.IntType(32), lane))
+                builder.store(builder.fadd(builder.load(total), one), total)
+        with cgutils.for_range_slice(builder, whole, dim, dim.type(1)) as (position, _):
+            one = builder.fmul(builder.load(builder.gep(place, [position])), scale)
+            builder.store(builder.fadd(builder.load(total), builder.fmul(one, one)), total)
+        return builder.fdiv(builder.load(total), builder.sitofp(dim, number))
+
+    return array_RE.dtype(array_RE, types.intp, types.intp, types.intp, array_RE.dtype), codegen
 
 
 def _place(context, builder, kind, array, row, column):

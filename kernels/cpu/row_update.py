@@ -30,8 +30,8 @@ _CODES = {"sgd": _SGD, "adagrad": _ADAGRAD, "adam": _ADAM}
 def mean_square(grad_ULD: Tensor, scale: float) -> Tensor:
     """kernels.row_update.mean_square, into a fresh [U, L]."""
     power_UL = torch.empty(grad_ULD.shape[:2], dtype=grad_ULD.dtype)
-    grad = _array(grad_ULD)
-    run(_mean_square, len(grad), grad, _array(power_UL), grad.dtype.type(scale), least=_least(grad))
+    grad, power = _array(grad_ULD.flatten(1)), _array(power_UL)
+    run(_mean_square, len(grad), grad, power, grad.dtype.type(scale), least=_least(grad))
     return power_UL
 
 
@@ -86,9 +86,11 @@ def _least(array: np.ndarray) -> int:
 
 @jit
 def _mean_square(begin, end, grad, power, scale):
+    lanes = power.shape[1]
+    dim = grad.shape[1] // max(1, lanes)
     for u in range(begin, end):
-        for lane in range(grad.shape[1]):
-            power[u, lane] = mean_of_squares(grad[u, lane], scale)
+        for lane in range(lanes):
+            power[u, lane] = mean_of_squares(grad, u, lane * dim, dim, scale)
 
 
 @jit
