@@ -26,7 +26,7 @@ ORDER = (
     ("row counts", "*", "how many rows each rank wants of each other one; on the host, behind the forward pass"),
     ("row ids", "*", "which ones; behind the backward pass"),
     ("dense gradients", "", "summed, each onto its owner; in scatter order"),
-    ("replicated gradients", "", "of the small parameters, summed in one piece"),
+    ("replicated gradients", "", "of parameters that every rank updates, summed in one piece"),
     ("row gradients", "+", "back to the owners, along the ways that the rows came"),
     ("step sums", "", "loss, norms, whether all is finite, who wants to stop, whose checkpoint is written"),
     ("rows", "+", "of the next cycle, before the weights"),

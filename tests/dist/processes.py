@@ -34,7 +34,7 @@ from mome.world import World
 ROOT = Path(__file__).resolve().parents[2]
 # What costs seconds to import and starts no thread; nothing of this repository, which may be half written.
 PRELOADED = (
-    "torch", "torch.distributed.checkpoint", "numpy", "numba", "pytest", "hypothesis", "tyro", "rich.progress",
+    "torch", "torch.distributed.checkpoint", "torch.distributed.tensor", "torch.distributed.device_mesh", "numpy", "numba", "pytest", "hypothesis", "tyro", "rich.progress",
     "tokenizers", "safetensors.torch",
 )  # fmt: skip
 # Every rank computes with one thread: N of them share the cores of one machine.

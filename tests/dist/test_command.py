@@ -21,6 +21,8 @@ from mome.checkpoint import whole_checkpoints
 from tests import tiny
 from tests.dist.processes import launch, start
 
+# The runs are shared: one worker runs all that looks at them.
+pytestmark = pytest.mark.xdist_group("dist_command")
 FLAGS = ("--cycle", "2", "--save-every", "4", "--val-every", "6", "--table.ngram.weight-decay", "0.1")
 
 

@@ -50,6 +50,8 @@ CASES = [
     for model in MODELS for kind in ("muon", "adamw") for dtype in (torch.float64, torch.float32)
 ]  # fmt: skip
 SIZES = (3, 2, 1, 4)
+# The starts are shared: one worker runs all that looks at them.
+pytestmark = pytest.mark.xdist_group("dist_dense")
 
 
 def random(*key: object) -> torch.Generator:
@@ -255,7 +257,8 @@ def test_bytes_and_order_are_as_the_lists_say(results, size, kind):
 
     scattered, gathered = parts(SCATTER_ORDER), parts(WORK_ORDER)
     if kind == "muon" and size > 1:
-        assert len(set(scattered)) == len(scattered) == 7, "an order shows by sizes that differ"
+        # Labels of fewer matrices than ranks are replicated.
+        assert len(set(scattered)) == len(scattered) == (7 if size == 2 else 3), "an order shows by sizes that differ"
     for one in results[size]:
         counted = one["counted", kind]
         assert counted["sent"] == step_bytes(named, config, size)

@@ -16,6 +16,8 @@ from tests.dist.processes import start
 from tests.dist.trainings import STEPS, assert_alike, make, outcome, train
 
 SIZES = (1, 2, 3)
+# The runs are shared: one worker runs all that looks at them.
+pytestmark = pytest.mark.xdist_group("dist_resume")
 # The save comes at step 5, in mid-cycle; one before it makes its tables two deltas.
 FLAGS = (
     "--memories", "routed", "ngram", "value", "--cycle", "4", "--table.ngram.rule", "factored",
