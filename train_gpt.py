@@ -427,8 +427,9 @@ def main(words: list[str]) -> int:
         # torch knows no other sign of a size that memory cannot hold; any other RuntimeError is a fault of ours.
         if isinstance(error, RuntimeError) and not (lost(error) or re.search("alloc|out of memory", str(error))):
             raise
-        if first or not isinstance(error, SharedError):
-            rank = "" if isinstance(error, SharedError) or "RANK" not in os.environ else f"rank {os.environ['RANK']}: "
+        shared = isinstance(error, SharedError | DataExhausted)
+        if first or not shared:
+            rank = "" if shared or "RANK" not in os.environ else f"rank {os.environ['RANK']}: "
             text = plain(error) if lost(error) else " ".join(str(error).split())
             print(f"train_gpt.py: {rank}{text}", file=sys.stderr)
         return 1

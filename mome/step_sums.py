@@ -35,7 +35,7 @@ class StepSums:
     failed: float
     """Ranks that have written their part of the checkpoint under way, and those that could not."""
     bytes_sent: float
-    """By all ranks since the run began (or went on)."""
+    """By all ranks since the run began (or went on), up to here in the step: its weights have yet to go."""
 
     @property
     def signal(self) -> int | None:

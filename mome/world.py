@@ -174,9 +174,10 @@ class World:
         return values
 
     def meet(self, name: str) -> None:
-        """Return when every rank has come here."""
+        """Return when every rank has come here: on the host, where NCCL's wait would not hold anybody up."""
         if not self.alone:
-            self.all_reduce(name, torch.zeros(1, device=self.device)).wait()
+            here, group = torch.zeros(1), self._host_group
+            self._call(name, lambda: distributed.all_reduce(here, group=group, async_op=True), here).wait()
 
     def agree(self, facts: Mapping[str, Any]) -> None:
         """Raise SharedError on every rank, naming the facts and ranks that differ from rank 0's, unless all agree."""
