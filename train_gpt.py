@@ -47,10 +47,9 @@ from mome.ending import bits, result_of, write_sample
 from mome.errors import SharedError, UserError
 from mome.evaluate import Score, evaluate
 from mome.files import sync
-from mome.launch import open_together, require_agreement, require_replicas, require_shares, shared_folder, silent
+from mome.launch import forget_run, open_together, remember_run, require_replicas, shared_folder, silent
 from mome.loss import cross_entropy
 from mome.progress import Reporter, Stop
-from mome.restart import forget, remember
 from mome.run import Corpus, Parts, build, load_model, pick_device, row_plan
 from mome.runfolder import RunFolder, environment
 from mome.saving import Saver
@@ -153,7 +152,7 @@ class Training:
         if not math.isfinite(sums.nats + sums.dense_square + sums.row_square):
             raise SharedError(
                 f"step {self.step + 1}: loss {sums.nats}, gradient norm {math.sqrt(sums.dense_square)}, of the rows "
-                f"{math.sqrt(sums.row_square)}{self.cycles.culprit(self.cycle)}; the last good checkpoint is kept: "
+                f"{math.sqrt(sums.row_square)}{self.culprit()}; the last good checkpoint is kept: "
                 "lower the learning rate and start anew"
             )
         if last:
@@ -165,6 +164,10 @@ class Training:
         self.tokens += whole.tokens.numel()
         self.own_tokens += batch.tokens.numel()
         return sums
+
+    def culprit(self) -> str:
+        """Which table's row has a gradient that is not finite, on whatever rank; every rank is here then."""
+        return next(filter(None, self.world.gather_objects("culprit", self.cycles.culprit(self.cycle))), "")
 
     def gradient_squares(self, last: bool) -> tuple[Tensor, float]:
         """This rank's shares of the squared norms of the dense and of the rows' gradients, once they have come."""
@@ -257,9 +260,7 @@ def train(config: RunConfig, resume: Path | None = None) -> RunResult:
     say = print if world.first else silent
     try:
         with Watchdog(world, config.timeout) as watchdog:
-            require_shares(config, world)
-            corpus = open_together(config, world, say)
-            require_agreement(config, corpus, dtype, world)
+            corpus = open_together(config, dtype, world, say)
             folder, resumed = shared_folder(config, resume, world)
             with folder.locked() if world.first else nullcontext():
                 return train_in(folder, config, corpus, world, watchdog, dtype, why, resumed, say)
@@ -275,7 +276,7 @@ def train_in(
     tables = folder.path / "tables"
     try:
         if world.first:
-            remember(config.runs_dir, folder.path)
+            remember_run(config, folder)
             # What was pushed after the checkpoint is in these files too: they are made anew out of it.
             shutil.rmtree(tables, ignore_errors=True)
         world.meet("tables")
@@ -298,7 +299,7 @@ def train_in(
         if world.first:
             shutil.rmtree(tables, ignore_errors=True)
     if world.first:
-        forget(config.runs_dir)
+        forget_run(config)
     if stopped is not None:
         say(f"stopped after step {training.step}; go on with: python train_gpt.py --resume {folder.path}")
     return RunResult(folder.path, values, stopped)
@@ -402,7 +403,7 @@ def finish(training: Training, folder: RunFolder, say) -> dict[str, Any]:
     counts |= {"rank_tokens": training.own_tokens, "rank_bytes_sent": world.bytes_sent()}
     result = result_of(config, parts, training.score, folder, world, counts, say)
     if world.first:
-        write_sample(config, parts, training.corpus.tokenizer, folder, training.dtype, world)
+        write_sample(config, parts, training.corpus.tokenizer, folder, training.dtype, training.saver.last)
         write_report(folder.path)
         print(f"{folder.path}: result.json, loss.png, report.html")
     return result
@@ -410,7 +411,8 @@ def finish(training: Training, folder: RunFolder, say) -> dict[str, Any]:
 
 def main(words: list[str]) -> int:
     """The command; returns the exit status: 1 after a mistake of the user's, 128 + signal after a stop."""
-    first = os.environ.get("RANK", "0") == "0"
+    # What all processes meet alike is said once a machine: another machine may have been given other words.
+    first = os.environ.get("LOCAL_RANK", "0") == "0"
     try:
         # A sample may hold what the terminal cannot show.
         if isinstance(sys.stdout, io.TextIOWrapper):

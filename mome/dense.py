@@ -61,18 +61,22 @@ def share_out(named_parameters: NamedParameters, config: OptimConfig, size: int)
     """
     members = assign(named_parameters, config)
     rule = {group.label: group.rule for group in groups(config)}
-    matrices = [pair for label, pairs in members.items() if rule[label] == "normuon" for pair in pairs]
-    owners = dict(zip((name for name, _ in matrices), least_loaded([p.numel() for _, p in matrices], size).tolist()))
+    split = {label for label in members if rule[label] == "normuon" and size > 1}
+    while True:
+        matrices = [pair for label in members if label in split for pair in members[label]]
+        sizes = [parameter.numel() for _, parameter in matrices]
+        owners = dict(zip((name for name, _ in matrices), least_loaded(sizes, size).tolist()))
+        # Who is not split after all is no owner's load, so the others are shared out anew.
+        scarce = {label for label in split if _padded(members[label], owners, size)}
+        if not scarce:
+            break
+        split -= scarce
     flat, shares = 0, {}
     for label, pairs in members.items():
         fill, one = [0] * size, {}
-        held = [0] * size
-        for name, parameter in pairs:
-            held[owners.get(name, 0)] += parameter.numel()
-        whole = size > 1 and rule[label] == "normuon" and size * max(held) <= MOST_PADDED * sum(held)
         for name, parameter in pairs:
             numel = parameter.numel()
-            if whole:
+            if label in split:
                 owner = owners[name]
                 one[name] = Share("whole", numel, numel, fill[owner], owner)
                 fill[owner] += numel
@@ -85,6 +89,14 @@ def share_out(named_parameters: NamedParameters, config: OptimConfig, size: int)
                 flat += numel
         shares[label] = one
     return shares
+
+
+def _padded(pairs: Sequence[tuple[str, Parameter]], owners: Mapping[str, int], size: int) -> bool:
+    """Whether equal parts for all ranks would be more than MOST_PADDED times what a label has."""
+    held = [0] * size
+    for name, parameter in pairs:
+        held[owners[name]] += parameter.numel()
+    return size * max(held) > MOST_PADDED * sum(held)
 
 
 def part_of(shares: Mapping[str, Share]) -> int:

@@ -7,6 +7,7 @@ Not here: training (train_gpt.py), one validation (mome/evaluate.py), the page i
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -67,16 +68,17 @@ def result_of(
 
 
 def write_sample(
-    config: RunConfig, parts: Parts, tokenizer: Tokenizer, folder: RunFolder, dtype: torch.dtype, world: World
+    config: RunConfig, parts: Parts, tokenizer: Tokenizer, folder: RunFolder, dtype: torch.dtype, saved: Path | None
 ) -> None:
     """A short continuation of nothing, so that a person sees what the model has learnt; the first rank alone calls it.
 
-    With several processes the rows come from the checkpoint: those of others are not to be had without them.
+    saved: the run's last checkpoint. Of several processes the rows come from there: those of others are not to be had
+    without them.
     """
     if not config.sample_tokens:
         return
-    if not world.alone:
-        parts, dtype = load_run(folder.path).parts, torch.float32
+    if any(not table.placement.whole for table in parts.tables.values()):
+        parts, dtype = load_run(folder.path, saved=saved).parts, torch.float32
     windows = config.make_schedule().at(config.steps - 1).windows
     drawn = generate(
         parts, [], config.sample_tokens, windows, tokenizer.bos, seed=config.seed, dtype=dtype,

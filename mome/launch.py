@@ -14,7 +14,7 @@ import torch
 
 from mome.config import RunConfig, flag_of, flat, to_dict
 from mome.errors import SharedError, UserError
-from mome.restart import recall
+from mome.restart import forget, recall, remember
 from mome.run import Corpus, open_corpus
 from mome.runfolder import FREE_KEYS, RunFolder, revision, source_hash
 from mome.world import World
@@ -38,11 +38,17 @@ def require_shares(config: RunConfig, world: World) -> None:
         )
 
 
-def open_together(config: RunConfig, world: World, say: Callable[[str], None]) -> Corpus:
-    """The corpus on every rank. The first one opens it before the others, for it may have to be made."""
+def open_together(config: RunConfig, dtype: torch.dtype, world: World, say: Callable[[str], None]) -> Corpus:
+    """The corpus on every rank, once it is sure that all are about to train the same, each its share.
+
+    The first rank opens it before the others, for it may have to be made.
+    """
+    require_shares(config, world)
     corpus = open_corpus(config, say) if world.first else None
     world.meet("corpus")
-    return corpus or open_corpus(config, silent)
+    corpus = corpus or open_corpus(config, silent)
+    require_agreement(config, corpus, dtype, world)
+    return corpus
 
 
 def require_agreement(config: RunConfig, corpus: Corpus, dtype: torch.dtype, world: World) -> None:
@@ -50,7 +56,8 @@ def require_agreement(config: RunConfig, corpus: Corpus, dtype: torch.dtype, wor
     if world.alone:
         return
     values = flat(to_dict(config))
-    facts = {f"--{flag_of(key)}": value for key, value in values.items() if key not in FREE_KEYS}
+    # All of them: who alone compares weights, or is more patient, leaves the others waiting.
+    facts = {f"--{flag_of(key)}": value for key, value in values.items() if key != "runs_dir"}
     facts |= {
         "the data": corpus.fingerprint, "the source": source_hash(), "the git revision": revision(),
         "the version of torch": torch.__version__, "the dtype": str(dtype), "the threads": torch.get_num_threads(),
@@ -65,13 +72,29 @@ def shared_folder(config: RunConfig, resume: Path | None, world: World) -> tuple
     """
     path, resumed = resume, True
     if resume is None and world.first:
-        path = recall(config.runs_dir)
+        path = recall(config.runs_dir, job_of(config))
         resumed = path is not None
         path = path or RunFolder.create(config).path
     path, resumed = world.gather_objects("folder", (path, resumed))[0]
     if not world.alone and not (path / "config.json").is_file():
         raise UserError(f"{path}: not to be seen by this process: give --runs-dir a folder that all of them share")
     return RunFolder.open(path), resumed
+
+
+def remember_run(config: RunConfig, folder: RunFolder) -> None:
+    """Let a restart by torchrun go on in this folder; the first rank calls it."""
+    remember(config.runs_dir, folder.path, job_of(config))
+
+
+def forget_run(config: RunConfig) -> None:
+    """The run has ended: nothing is left to go on with."""
+    forget(config.runs_dir, job_of(config))
+
+
+def job_of(config: RunConfig) -> str:
+    """What a restart must have in common with the attempt before it: all that is trained."""
+    values = flat(to_dict(config))
+    return repr(sorted((key, str(value)) for key, value in values.items() if key not in FREE_KEYS))
 
 
 def require_replicas(world: World, hashes: Mapping[str, int], step: int) -> None:

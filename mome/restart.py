@@ -10,6 +10,7 @@ import os
 import re
 import time
 import uuid
+import zlib
 from datetime import timedelta
 from pathlib import Path
 
@@ -62,22 +63,25 @@ def _give(store: distributed.Store, name: str, size: int, timeout: float) -> Non
         time.sleep(0.01)
 
 
-def remember(runs_dir: Path, folder: Path) -> None:
+def remember(runs_dir: Path, folder: Path, what: str = "") -> None:
     """Let the next attempt of this job find a run's folder, which lies in runs_dir. Called by one rank; outside
-    torchrun it does nothing."""
-    pointer = pointer_of(runs_dir)
+    torchrun it does nothing.
+
+    what: stands for what the job trains, its configuration: another job of the same name is not taken for this one.
+    """
+    pointer = pointer_of(runs_dir, what)
     if pointer:
         write_atomic(pointer, folder.name + "\n")
 
 
-def recall(runs_dir: Path) -> Path | None:
+def recall(runs_dir: Path, what: str = "") -> Path | None:
     """The folder that an earlier attempt of this job made; None in the first attempt, when none got so far, and outside
     torchrun. Called by one rank, once, at the start.
 
     The first attempt removes what an older job of the same name has left (--rdzv-id, which is "none" unless given). A
     restart for a node that joins does not count as one with torchrun: such a run is gone on with by --resume.
     """
-    pointer = pointer_of(runs_dir)
+    pointer = pointer_of(runs_dir, what)
     if pointer is None:
         return None
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
@@ -90,14 +94,17 @@ def recall(runs_dir: Path) -> Path | None:
     return folder if (folder / "config.json").is_file() else None
 
 
-def forget(runs_dir: Path) -> None:
+def forget(runs_dir: Path, what: str = "") -> None:
     """Remove the pointer at the end of a run. Called by the rank that wrote it."""
-    pointer = pointer_of(runs_dir)
+    pointer = pointer_of(runs_dir, what)
     if pointer:
         pointer.unlink(missing_ok=True)
 
 
-def pointer_of(runs_dir: Path) -> Path | None:
+def pointer_of(runs_dir: Path, what: str = "") -> Path | None:
     """The pointer file of this job; None outside torchrun."""
     job = os.environ.get("TORCHELASTIC_RUN_ID")
-    return runs_dir / f".torchrun_{re.sub(r'[^A-Za-z0-9_.-]', '_', job)}" if job else None
+    if not job:
+        return None
+    tail = f"_{zlib.crc32(what.encode()):08x}" if what else ""
+    return runs_dir / f".torchrun_{re.sub(r'[^A-Za-z0-9_.-]', '_', job)}{tail}"

@@ -23,7 +23,7 @@ from data.shards import Shard, find_shards, fingerprint
 from data.tokenizer import GPT2_VOCAB, Tokenizer, load_tokenizer
 from mome.checkpoint import Checkpoint, newest
 from mome.config import RunConfig
-from mome.errors import UserError
+from mome.errors import SharedError, UserError
 from mome.gpt import GPT
 from mome.memory import MEMORIES, Memory, ModelShape
 from mome.plain import PlainGPT
@@ -233,7 +233,10 @@ def pick_device() -> tuple[torch.device, torch.dtype, str]:
     if not torch.cuda.is_available():
         return torch.device("cpu"), torch.float32, "no CUDA device: float32 on the CPU, the same on every CPU"
     # Under torchrun each process of a machine has a device of its own.
-    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    number, devices = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if number >= devices:
+        raise SharedError(f"more processes than the {devices} CUDA devices of this machine: --nproc_per_node={devices}")
+    torch.cuda.set_device(number)
     device = torch.device("cuda", torch.cuda.current_device())
     if torch.cuda.get_device_capability(device) >= (8, 0):
         return device, torch.bfloat16, "CUDA compute capability 8.0 or later has bfloat16 matrix units"
@@ -251,12 +254,14 @@ class LoadedRun:
     step: int
 
 
-def load_run(path: Path, log: Callable[[str], None] = print) -> LoadedRun:
-    """The newest whole checkpoint of a run, for reading: on the CPU in float32, its tables left in their files."""
+def load_run(path: Path, log: Callable[[str], None] = print, saved: Path | None = None) -> LoadedRun:
+    """A checkpoint of a run, for reading: on the CPU in float32, its tables left in their files. saved: which one, that
+    was just written; None: the newest whole one, every file of it read.
+    """
     folder = RunFolder.open(path)
     config = folder.config()
     tokenizer = load_tokenizer(folder.path / "tokenizer.json")
-    whole = newest(folder.checkpoints, log)
+    whole = saved or newest(folder.checkpoints, log)
     if whole is None:
         raise UserError(
             f"{folder.path}: no whole checkpoint yet; go on with: python train_gpt.py --resume {folder.path}"

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor
 
 from mome.checkpoint import (
     FORMAT,
@@ -101,7 +101,7 @@ class Saver:
         self.folder, self.world = folder, world or World()
         self.part_bytes, self.held_bytes = part_bytes, held_bytes
         # DCP plans by collectives, in the thread: on a group that nobody else uses.
-        self._group = None if self.world.alone else distributed.new_group(backend="gloo")
+        self._group = self.world.new_host_group()
         self._job: _Job | None = None
         self._last: Path | None = None
         self._delta = 0
@@ -112,6 +112,11 @@ class Saver:
             self._delta = max((files.delta for files in tables.values()), default=0)
             if self.world.first:
                 self._chains = {name: _Chain(files.deltas, files.rows()) for name, files in tables.items()}
+
+    @property
+    def last(self) -> Path | None:
+        """The newest checkpoint of this run, once all ranks have written it."""
+        return self._last
 
     @property
     def status(self) -> str:
@@ -261,7 +266,7 @@ class Saver:
         """Copies of everything, and of the rows what may be held; the others are written here."""
         rank, held = self.world.rank, 0
         named = {f"model.{key}": value for key, value in model.items()}
-        job.dense = snapshot(named | {f"optim.{key}": value for key, value in optim.items()})
+        job.dense = snapshot(named | {f"optim.{key}": value for key, value in optim.items()}, self._group)
         for name, kept in cycle.items():
             job.small[f"cycle_{name}.{rank:04d}.safetensors"] = snapshot(kept)
         try:

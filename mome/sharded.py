@@ -23,18 +23,25 @@ from mome.errors import UserError
 # torch.distributed.checkpoint takes most of a second to import: who only parses a command line does not wait for it.
 
 
-def snapshot(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Copies on the CPU; a DTensor's local part stays on the device of its mesh."""
+def snapshot(tensors: Mapping[str, Any], group: Any = None) -> dict[str, Any]:
+    """Copies on the CPU. group: of gloo, for DTensors of a device: a thread that saved those would have to know its
+    streams, and hold its memory twice."""
     # Not DCP's own stagers: those of torch 2.13 fail on DTensors of the CPU.
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
-    copies = {}
+    copies, mesh = {}, None
     for name, value in tensors.items():
         if isinstance(value, DTensor):
-            local = value.detach().to_local().clone()
+            local = value.detach().to_local()
+            if local.device.type == "cpu":
+                own = value.device_mesh
+            else:
+                own = mesh = mesh or DeviceMesh.from_group(group, "cpu")
             copies[name] = DTensor.from_local(
-                local, value.device_mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride()
-            )
+                local.to("cpu", copy=True), own, value.placements, run_check=False, shape=value.shape,
+                stride=value.stride(),
+            )  # fmt: skip
         elif isinstance(value, Tensor):
             copies[name] = value.detach().to("cpu", copy=True).contiguous()
         else:

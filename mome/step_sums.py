@@ -35,7 +35,7 @@ class StepSums:
     failed: float
     """Ranks that have written their part of the checkpoint under way, and those that could not."""
     bytes_sent: float
-    """By all ranks since the run began (or went on), up to here in the step: its weights have yet to go."""
+    """By all ranks for training since it began (or went on), up to here in the step: its weights have yet to go."""
 
     @property
     def signal(self) -> int | None:
@@ -50,7 +50,7 @@ def summed(
     """The sums of what every rank gives: its part of the loss (float64 []), of the squared norms, of the rows, the
     signal that it was asked to stop by, its writer's votes (mome/saving.py), and of tensors [lanes, dim] by name."""
     flags = (
-        row_square, rows, asked == signal.SIGINT, asked == signal.SIGTERM, *votes, world.bytes_sent(),
+        row_square, rows, asked == signal.SIGINT, asked == signal.SIGTERM, *votes, world.training_bytes(),
     )  # fmt: skip
     own = torch.stack([
         loss, dense_square.to(loss.device), *torch.tensor(flags, dtype=torch.float64).to(loss.device)

@@ -74,8 +74,8 @@ class Watchdog:
 
     Dead: its process is gone (seen at once on the same machine), or it has given no sign of life for `timeout` seconds;
     such a one on this machine that is merely stopped is killed. Stuck: this rank has come to no further collective for
-    `timeout` seconds, and a peer is behind it; so whatever a rank does while others wait for it (validating, saving)
-    must take less. Time during which this process itself did not run does not count.
+    `timeout` seconds, and a peer is behind it, or all are held up; so whatever a rank does while others wait for it
+    (validating, saving) must take less. Time during which this process itself did not run does not count.
 
     An error that leaves the block is told to the peers, which end with its text, and goes on; if it is a collective
     that broke, UserError with the collective, the step and who is to blame takes its place. Made, and left,
@@ -219,7 +219,7 @@ class Watchdog:
         if self._still > self.timeout:
             # Not again at each look: all beats are many.
             self._still *= 0.9
-            behind = self._behind()
+            behind = self._behind() or self._held_up()
             if behind:
                 return self._post(behind)
         return ""
@@ -274,6 +274,17 @@ class Watchdog:
             f"rank {rank} ({self._peers[rank]}) has not come to {name} of step {mine.step} in {self.timeout:.0f} s, "
             f"last seen {beat.place()} (--timeout allows more)"
         )
+
+    def _held_up(self) -> str:
+        """Who waits for what, if nobody is behind and all are held up: by different collectives, or by a network."""
+        beats = self._beats(range(self.world.size)) | {self.world.rank: self._now()}
+        if not all(beat.name and not beat.left for beat in beats.values()):
+            return ""
+        places = {}
+        for rank, beat in sorted(beats.items()):
+            places.setdefault(beat.place(), []).append(str(rank))
+        waits = ", ".join(f"rank {' and '.join(ranks[:4])} {place}" for place, ranks in places.items())
+        return f"nobody has come further for {self.timeout:.0f} s: {waits} (--timeout allows more)"
 
     def _now(self) -> Beat:
         at = self.world.at()

@@ -6,10 +6,10 @@ Not here: what the tensors mean (mome/dense.py, mome/table/exchange.py), and who
 
 from __future__ import annotations
 
+import contextlib
 import os
-import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -35,35 +35,37 @@ ORDER = (
 
 
 class At(NamedTuple):
-    """Where a process is: the step (from 1), the collective that it is in ("" between two) and since when, and how many
-    it has entered so far."""
+    """Where a process is: the step (from 1), the collective that holds it up ("": none does), how many it entered."""
 
     step: int
     name: str
     number: int
-    since: float
 
 
 class Pending:
-    """A collective under way; `wait` gives its result, once, and is called on every rank."""
+    """A collective under way; `wait` gives its result. held: what is entered meanwhile."""
 
-    def __init__(self, result: Callable[[], Any], work: Any = None, done: Callable[[], None] = lambda: None) -> None:
-        self._result, self._work, self._done = result, work, done
+    def __init__(
+        self, result: Callable[[], Any], work: Any = None, held: Callable[[], Any] = contextlib.nullcontext
+    ) -> None:
+        self._result, self._work, self._held = result, work, held
 
     def wait(self) -> Any:
         if self._work is not None:
-            self._work.wait()
+            with self._held():
+                self._work.wait()
             self._work = None
-            self._done()
         return self._result()
 
 
 class World:
     """rank of size processes, each with one device. Collectives are called by the main thread alone, by every rank in
-    the same order and with the same names; with one process they call nothing and cost nothing.
+    the same order and with the same names; with one process they call nothing and cost nothing. (The writer of
+    checkpoints plans by collectives of its own, in its thread, on a group that nobody else uses.)
 
     sent: by name, the bytes that this process handed over for others so far: what travels in all-to-alls, and for
-    reductions and gathers what a ring sends, (size - 1) / size of the whole, twice for an all-reduce.
+    reductions and gathers what a ring sends, (size - 1) / size of the whole, twice for an all-reduce. Meetings, objects
+    and checkpoints are not counted.
     step: what the trainer says it is at, for messages. calls: a list to which names are appended, or None.
     """
 
@@ -75,9 +77,10 @@ class World:
         # The last collectives, by number: with NCCL one is left before it is over.
         self.entered: deque[tuple[int, str]] = deque(maxlen=64)
         self._number = 0
-        self._inside: dict[int, tuple[str, float]] = {}
+        self._waiting = ""
+        self._timeout: timedelta | None = None
         # Counts are needed on the host: NCCL would take them through the device and make the host wait for it.
-        self._host_group = distributed.new_group(backend="gloo") if size > 1 and self.device.type == "cuda" else None
+        self._host_group = None
 
     @classmethod
     def join(cls, device: torch.device, timeout: float = 600.0) -> World:
@@ -91,6 +94,9 @@ class World:
         who = {} if store is None else {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
         distributed.init_process_group(backend, store=store, timeout=timedelta(seconds=timeout), **who)
         world = cls(distributed.get_rank(), distributed.get_world_size(), device)
+        world._timeout = timedelta(seconds=timeout)
+        if not world.alone and world.device.type == "cuda":
+            world._host_group = world.new_host_group()
         distributed.all_reduce(torch.ones(1, device=device))
         return world
 
@@ -109,19 +115,20 @@ class World:
         """Whether this process speaks for all: it prints, and writes what is not sharded."""
         return self.rank == 0
 
-    def at(self) -> At:
-        """Where this process is now: in the collective that it entered first and has not left. Safe in any thread."""
-        for _, (name, since) in sorted(self._inside.copy().items()):
-            return At(self.step, name, self._number, since)
-        return At(self.step, "", self._number, time.monotonic())
+    def new_host_group(self) -> Any:
+        """A process group of all ranks on the host, for one that uses it alone; None where there is one process."""
+        return None if self.alone else distributed.new_group(backend="gloo", timeout=self._timeout)
 
-    def all_reduce(self, name: str, tensor: Tensor, op: str = "sum") -> Pending:
-        """The sum (or "max", "min") over the ranks, in place; every rank gets the same bits."""
+    def at(self) -> At:
+        """Where this process is now. Safe in any thread."""
+        return At(self.step, self._waiting, self._number)
+
+    def all_reduce(self, name: str, tensor: Tensor) -> Pending:
+        """The sum over the ranks, in place; every rank gets the same bits."""
         if self.alone:
             return Pending(lambda: tensor)
         self._count(name, 2 * tensor.nbytes * (self.size - 1) // self.size)
-        ops = {"sum": distributed.ReduceOp.SUM, "max": distributed.ReduceOp.MAX, "min": distributed.ReduceOp.MIN}
-        return self._call(name, lambda: distributed.all_reduce(tensor, ops[op], async_op=True), tensor)
+        return self._call(name, lambda: distributed.all_reduce(tensor, async_op=True), tensor)
 
     def reduce_scatter(self, name: str, whole: Tensor, own: Tensor) -> Pending:
         """own [n, ...] = this rank's n-th of the sum over ranks of whole [size * n, ...], of the same dtype."""
@@ -168,9 +175,9 @@ class World:
         if self.alone:
             return [value]
         values: list[Any] = [None] * self.size
-        number = self._enter(name)
-        distributed.all_gather_object(values, value, group=self._host_group)
-        self._inside.pop(number, None)
+        self._enter(name)
+        with self._waits(name):
+            distributed.all_gather_object(values, value, group=self._host_group)
         return values
 
     def meet(self, name: str) -> None:
@@ -197,17 +204,26 @@ class World:
         """All that `sent` counts."""
         return sum(self.sent.values())
 
-    def _call(self, name: str, call: Callable[[], Any], result: Tensor) -> Pending:
-        number = self._enter(name)
-        return Pending(lambda: result, call(), lambda: self._inside.pop(number, None))
+    def training_bytes(self) -> int:
+        """What `sent` counts of the collectives in ORDER: not of validations and saves."""
+        return sum(self.sent.get(name, 0) for name, _, _ in ORDER)
 
-    def _enter(self, name: str) -> int:
+    def _call(self, name: str, call: Callable[[], Any], result: Tensor) -> Pending:
+        self._enter(name)
+        return Pending(lambda: result, call(), lambda: self._waits(name))
+
+    def _enter(self, name: str) -> None:
         self._number += 1
-        self._inside[self._number] = (name, time.monotonic())
         self.entered.append((self._number, name))
         if self.calls is not None:
             self.calls.append(name)
-        return self._number
+
+    @contextlib.contextmanager
+    def _waits(self, name: str) -> Iterator[None]:
+        """While the block runs this process is held up by a collective; after one that breaks it stays there."""
+        self._waiting = name
+        yield
+        self._waiting = ""
 
     def _count(self, name: str, size: int) -> None:
         self.sent[name] = self.sent.get(name, 0) + size

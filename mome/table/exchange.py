@@ -135,7 +135,9 @@ class Exchange:
         if self.world.alone:
             return owner, Pending(lambda: None)
         rows_AE = gather_rows(owner.rows.detach().flatten(1), self._others(route))
-        return owner, self.world.all_to_all(name, rows_AE.to(self.wire), route.take, route.give)
+        # What is only read comes as it is: a validation must not depend on who owns what.
+        wire = self.wire if grad else self.table.dtype
+        return owner, self.world.all_to_all(name, rows_AE.to(wire), route.take, route.give)
 
     def arrive(self, route: Route, owner: WorkingSet, coming: Pending) -> Shared:
         """The rows of the cycle on this rank, once those of the others have come."""
@@ -156,13 +158,13 @@ class Exchange:
         )
         return Shared(here, owner, route)
 
-    def send(self, shared: Shared, name: str = "row gradients") -> Pending:
+    def send(self, shared: Shared) -> Pending:
         """Gradients of others' rows on their way to the owners; a row without one sends zeros."""
         if self.world.alone:
             return Pending(lambda: None)
         grad_UE = _gradient(shared.here).flatten(1)
         remote_RE = gather_rows(grad_UE, shared.route.wanted.others_R).to(self.wire)
-        return self.world.all_to_all(name, remote_RE, shared.route.give, shared.route.take)
+        return self.world.all_to_all("row gradients", remote_RE, shared.route.give, shared.route.take)
 
     def merge(self, shared: Shared, coming: Pending) -> None:
         """Sum the gradients of all ranks into the owner's set, once they have come; `here` is used up."""

@@ -5,6 +5,8 @@ Lives here: whole trainings through Training.save and load. Not here: the files 
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
@@ -15,7 +17,7 @@ from tests import tiny
 from tests.dist.processes import start
 from tests.dist.trainings import STEPS, assert_alike, make, outcome, train
 
-SIZES = (1, 2, 3)
+SIZES = (1, 2, 3, 4) if os.environ.get("MOME_MANY") else (1, 2, 3)
 # The runs are shared: one worker runs all that looks at them.
 pytestmark = pytest.mark.xdist_group("dist_resume")
 # The save comes at step 5, in mid-cycle; one before it makes its tables two deltas.
