@@ -47,7 +47,7 @@ from mome.ending import bits, result_of, write_sample
 from mome.errors import SharedError, UserError
 from mome.evaluate import Score, evaluate
 from mome.files import sync
-from mome.launch import forget_run, open_together, remember_run, require_replicas, shared_folder, silent
+from mome.launch import open_together, remember_stop, require_replicas, shared_folder, silent
 from mome.loss import cross_entropy
 from mome.progress import Reporter, Stop
 from mome.run import Corpus, Parts, build, load_model, pick_device, row_plan
@@ -256,14 +256,17 @@ def train(config: RunConfig, resume: Path | None = None) -> RunResult:
     """Run, or go on with, a whole training. Raises UserError, DataError or OSError with one line for the user."""
     device, dtype, why = pick_device()
     # Later than the watchdog, which knows more to say.
-    world = World.join(device, config.timeout + 60)
+    world = World.join(device, config.timeout, longer=60)
     say = print if world.first else silent
     try:
         with Watchdog(world, config.timeout) as watchdog:
             corpus = open_together(config, dtype, world, say)
-            folder, resumed = shared_folder(config, resume, world)
+            folder, what = shared_folder(config, resume, world)
+            if what == "nothing":
+                say(f"{folder.path}: the attempt before has come to its result")
+                return RunResult(folder.path, {}, None)
             with folder.locked() if world.first else nullcontext():
-                return train_in(folder, config, corpus, world, watchdog, dtype, why, resumed, say)
+                return train_in(folder, config, corpus, world, watchdog, dtype, why, what == "go on", say)
     finally:
         world.close()
 
@@ -276,7 +279,6 @@ def train_in(
     tables = folder.path / "tables"
     try:
         if world.first:
-            remember_run(config, folder)
             # What was pushed after the checkpoint is in these files too: they are made anew out of it.
             shutil.rmtree(tables, ignore_errors=True)
         world.meet("tables")
@@ -298,9 +300,9 @@ def train_in(
         # The checkpoint holds every row that was touched; a sparse file is a burden to who copies the folder.
         if world.first:
             shutil.rmtree(tables, ignore_errors=True)
-    if world.first:
-        forget_run(config)
     if stopped is not None:
+        if world.first:
+            remember_stop(config, folder)
         say(f"stopped after step {training.step}; go on with: python train_gpt.py --resume {folder.path}")
     return RunResult(folder.path, values, stopped)
 
@@ -318,6 +320,7 @@ def go(training: Training, folder: RunFolder, watchdog: Watchdog, why: str, resu
     if saved:
         training.load(saved)
     training.saver = Saver(folder.checkpoints, world, after=saved)
+    watchdog.saved = lambda: training.saver.last is not None
     if resumed:
         if world.first:
             folder.truncate_metrics(training.step, print)
@@ -354,9 +357,9 @@ def steps(training: Training, folder: RunFolder, watchdog: Watchdog) -> int | No
                 if due and config.save_every and training.step % config.save_every == 0:
                     save(training, folder)
             save(training, folder, last=True)
-        except DataExhausted:
+        except DataExhausted as error:
             save(training, folder, last=True)
-            raise
+            raise SharedError(str(error)) from error
         finally:
             reporter.close()
     return stopped if training.step < config.steps else None
@@ -429,9 +432,8 @@ def main(words: list[str]) -> int:
         # torch knows no other sign of a size that memory cannot hold; any other RuntimeError is a fault of ours.
         if isinstance(error, RuntimeError) and not (lost(error) or re.search("alloc|out of memory", str(error))):
             raise
-        shared = isinstance(error, SharedError | DataExhausted)
-        if first or not shared:
-            rank = "" if shared or "RANK" not in os.environ else f"rank {os.environ['RANK']}: "
+        if first or not isinstance(error, SharedError):
+            rank = "" if isinstance(error, SharedError) or "RANK" not in os.environ else f"rank {os.environ['RANK']}: "
             text = plain(error) if lost(error) else " ".join(str(error).split())
             print(f"train_gpt.py: {rank}{text}", file=sys.stderr)
         return 1

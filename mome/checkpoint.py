@@ -15,6 +15,7 @@ damages both. COMPLETE says which files count; others are what a kill left.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -73,9 +74,10 @@ def marks_of(path: Path) -> Marks:
     """What the marker of a checkpoint states. Raises UserError when there is none that can be read."""
     try:
         marks = json.loads((path / COMPLETE).read_text())
-        if all(len(mark) == 2 and isinstance(mark[0], int) for mark in marks.values()):
+        listed = all(len(mark) == 2 and isinstance(mark[0], int) for mark in marks.values())
+        if listed and marks.keys() >= {"state.json", "dense/.metadata"}:
             return marks
-        reason = "not a list of files"
+        reason = "not a list of a checkpoint's files"
     except (OSError, ValueError, AttributeError, TypeError) as error:
         reason = str(error)
     raise UserError(f"{path}: not whole, its {COMPLETE} cannot be read ({reason}); remove it to use the one before")
@@ -168,7 +170,11 @@ def commit(draft: Path, target: Path, ranks: int) -> None:
     kept = [path for path in before[: before.index(target) + 1] if is_whole(path)][-KEEP:]
     for old in (*in_order(target.parent), *target.parent.glob(".writing_*")):
         if old not in kept:
-            shutil.rmtree(old, ignore_errors=True)
+            # By another name first: who lists them meanwhile sees a whole one, or none.
+            going = old.with_name(f".writing_{old.name}")
+            with contextlib.suppress(OSError):
+                os.replace(old, going)
+            shutil.rmtree(going, ignore_errors=True)
 
 
 class Checkpoint:

@@ -6,6 +6,7 @@ Not here: collectives (mome/world.py), dead peers (mome/watchdog.py), what a fol
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 
 from mome.config import RunConfig, flag_of, flat, to_dict
 from mome.errors import SharedError, UserError
-from mome.restart import forget, recall, remember
+from mome.restart import recall, remember
 from mome.run import Corpus, open_corpus
 from mome.runfolder import FREE_KEYS, RunFolder, revision, source_hash
 from mome.world import World
@@ -65,30 +66,36 @@ def require_agreement(config: RunConfig, corpus: Corpus, dtype: torch.dtype, wor
     world.agree(facts)
 
 
-def shared_folder(config: RunConfig, resume: Path | None, world: World) -> tuple[RunFolder, bool]:
-    """The run's folder, on a file system that all ranks share, and whether training goes on in it.
+def shared_folder(config: RunConfig, resume: Path | None, world: World) -> tuple[RunFolder, str]:
+    """The run's folder, on a file system that all ranks share, and what is to be done in it: "start", "go on", or (an
+    earlier attempt of this torchrun has come to a result) "nothing".
 
-    The first rank makes it, unless an earlier attempt of this torchrun did.
+    The first rank makes it, and notes it for those who may come after this attempt.
     """
-    path, resumed = resume, True
-    if resume is None and world.first:
-        path = recall(config.runs_dir, job_of(config))
-        resumed = path is not None
-        path = path or RunFolder.create(config).path
-    path, resumed = world.gather_objects("folder", (path, resumed))[0]
+    path, what, refusal = resume, "go on", ""
+    if world.first:
+        try:
+            before = recall(config.runs_dir, job_of(config))
+        except UserError as error:
+            before, refusal = None, str(error)
+        if resume is None and before is not None:
+            path, what = before, "nothing" if (before / "result.json").exists() else "go on"
+        elif resume is None and not refusal:
+            path, what = RunFolder.create(config).path, "start"
+            remember(config.runs_dir, path, job_of(config))
+    path, what, refusal = world.gather_objects("folder", (path, what, refusal))[0]
+    if refusal:
+        raise SharedError(refusal)
     if not world.alone and not (path / "config.json").is_file():
         raise UserError(f"{path}: not to be seen by this process: give --runs-dir a folder that all of them share")
-    return RunFolder.open(path), resumed
+    return RunFolder.open(path), what
 
 
-def remember_run(config: RunConfig, folder: RunFolder) -> None:
-    """Let a restart by torchrun go on in this folder; the first rank calls it."""
-    remember(config.runs_dir, folder.path, job_of(config))
-
-
-def forget_run(config: RunConfig) -> None:
-    """The run has ended: nothing is left to go on with."""
-    forget(config.runs_dir, job_of(config))
+def remember_stop(config: RunConfig, folder: RunFolder) -> None:
+    """A stop was asked for: torchrun shall not start the run again. The first rank calls it."""
+    # A run that was moved here may have no such folder any more, and has been stopped all the same.
+    with contextlib.suppress(OSError):
+        remember(config.runs_dir, folder.path, job_of(config), stopped=True)
 
 
 def job_of(config: RunConfig) -> str:

@@ -6,6 +6,7 @@ Not here: run folders (mome/runfolder.py), and why an attempt ended (mome/watchd
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import time
@@ -19,21 +20,34 @@ from torch import distributed
 from mome.errors import UserError
 from mome.files import write_atomic
 
+POINTER, STOPPED = ".torchrun_", "stopped"
+# Seconds after which nobody restarts any more.
+OLD = 7 * 86400.0
 
-def attempt_store(timeout: float) -> distributed.Store | None:
-    """The store for init_process_group (with rank and world_size); None: it may find its own. Every rank calls it.
+
+def attempt_store(timeout: float) -> distributed.Store:
+    """The store for init_process_group (with rank and world_size). Every rank calls it.
 
     torchrun's agent keeps one store for all attempts, and torch looks up its peers there under the names of the attempt
     before: a restart then connects to the dead (github.com/pytorch/pytorch/issues/135712). Agents of several machines
     count restarts each for itself, so the first rank makes up a name for the attempt and gives it to who asks.
-    Raises UserError on the first rank, DistStoreError on others, after `timeout` seconds.
+    Raises UserError on the first rank, and where nobody is at the store's address, DistStoreError on others, after
+    `timeout` seconds.
     """
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return None
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = distributed.TCPStore(
-        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timedelta(seconds=timeout)
-    )
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    where = os.environ.get("MASTER_ADDR", "localhost"), int(os.environ.get("MASTER_PORT", "29500"))
+    try:
+        store = distributed.TCPStore(
+            *where, None if agent else size, is_master=not agent and rank == 0, timeout=timedelta(seconds=timeout)
+        )
+    except distributed.DistError as error:
+        raise UserError(
+            f"the {size} processes have not met at {where[0]}:{where[1]} in {timeout:.0f} s: start all of them "
+            "(torchrun does), and see what the others say"
+        ) from error
+    if not agent:
+        return store
     name = uuid.uuid4().hex
     if rank == 0:
         _give(store, name, size, timeout)
@@ -63,42 +77,44 @@ def _give(store: distributed.Store, name: str, size: int, timeout: float) -> Non
         time.sleep(0.01)
 
 
-def remember(runs_dir: Path, folder: Path, what: str = "") -> None:
+def remember(runs_dir: Path, folder: Path, what: str = "", *, stopped: bool = False) -> None:
     """Let the next attempt of this job find a run's folder, which lies in runs_dir. Called by one rank; outside
     torchrun it does nothing.
 
     what: stands for what the job trains, its configuration: another job of the same name is not taken for this one.
+    stopped: somebody asked for its end, so that torchrun, to which every end but one is a failure, must not go on.
     """
-    pointer = pointer_of(runs_dir, what)
-    if pointer:
-        write_atomic(pointer, folder.name + "\n")
+    if pointer := pointer_of(runs_dir, what):
+        write_atomic(pointer, folder.name + (f"/{STOPPED}" if stopped else "") + "\n")
 
 
 def recall(runs_dir: Path, what: str = "") -> Path | None:
     """The folder that an earlier attempt of this job made; None in the first attempt, when none got so far, and outside
     torchrun. Called by one rank, once, at the start.
 
-    The first attempt removes what an older job of the same name has left (--rdzv-id, which is "none" unless given). A
-    restart for a node that joins does not count as one with torchrun: such a run is gone on with by --resume.
+    The first attempt removes what an older job of the same name has left (--rdzv-id, which is "none" unless given), and
+    what others have left long ago. A restart for a node that joins does not count as one with torchrun: such a run is
+    gone on with by --resume. Raises UserError when the attempt before was stopped on request.
     """
     pointer = pointer_of(runs_dir, what)
     if pointer is None:
         return None
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
-        pointer.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            pointer.unlink(missing_ok=True)
+        for other in runs_dir.glob(f"{POINTER}*"):
+            with contextlib.suppress(OSError):
+                if time.time() - other.stat().st_mtime > OLD:
+                    other.unlink()
         return None
     try:
-        folder = runs_dir / pointer.read_text().strip()
-    except FileNotFoundError:
+        name, _, stopped = pointer.read_text().strip().partition("/")
+    except OSError:
         return None
+    folder = runs_dir / name
+    if stopped:
+        raise UserError(f"{folder}: stopped on request, so not started again; go on with --resume {folder}")
     return folder if (folder / "config.json").is_file() else None
-
-
-def forget(runs_dir: Path, what: str = "") -> None:
-    """Remove the pointer at the end of a run. Called by the rank that wrote it."""
-    pointer = pointer_of(runs_dir, what)
-    if pointer:
-        pointer.unlink(missing_ok=True)
 
 
 def pointer_of(runs_dir: Path, what: str = "") -> Path | None:
@@ -107,4 +123,4 @@ def pointer_of(runs_dir: Path, what: str = "") -> Path | None:
     if not job:
         return None
     tail = f"_{zlib.crc32(what.encode()):08x}" if what else ""
-    return runs_dir / f".torchrun_{re.sub(r'[^A-Za-z0-9_.-]', '_', job)}{tail}"
+    return runs_dir / f"{POINTER}{re.sub(r'[^A-Za-z0-9_.-]', '_', job)}{tail}"

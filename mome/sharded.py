@@ -10,6 +10,7 @@ What every rank holds is written once, spread over the ranks; what is sharded is
 from __future__ import annotations
 
 import errno
+import os
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -117,6 +118,9 @@ def reason_of(error: BaseException) -> tuple[int, str]:
         if isinstance(first, OSError) and first.errno:
             return first.errno, first.strerror or str(first)
         first = first.__cause__ or first.__context__
+    if "inline_container" in str(error):
+        # torch's writer of archives, of a file that did not take all it was given.
+        return errno.ENOSPC, os.strerror(errno.ENOSPC)
     return errno.EIO, (str(error).splitlines() or [type(error).__name__])[0]
 
 

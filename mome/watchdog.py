@@ -38,7 +38,7 @@ GRACE, LINGER = 2.0, 25.0
 # the reason is looked for.
 MISSED, SEARCH = 3, 5.0
 STATUS = 1
-KEPT = "the last checkpoint is whole: go on with --resume"
+KEPT, NOTHING = "the last checkpoint is whole: go on with --resume", "nothing was saved before"
 
 
 class Beat(NamedTuple):
@@ -80,6 +80,10 @@ class Watchdog:
     An error that leaves the block is told to the peers, which end with its text, and goes on; if it is a collective
     that broke, UserError with the collective, the step and who is to blame takes its place. Made, and left,
     by every rank at the same place; raises UserError when another process ended before. One process: does nothing.
+
+    saved: whether there is a checkpoint to go on with; for the messages, until somebody knows there is none. While the
+    block runs SIGTERM ends the process at once, but for when a peer is gone: then torchrun sends it to all that are
+    left, and this has yet to say why.
     """
 
     def __init__(self, world: World, timeout: float = 600.0) -> None:
@@ -90,6 +94,7 @@ class Watchdog:
         self._known, self._wake, self._ending = threading.Event(), threading.Event(), threading.Lock()
         self._question: Callable[[], str] | None = None
         self._leaving = False
+        self.saved: Callable[[], bool] = lambda: False
         self._count, self._progress, self._before = 0, 0, time.monotonic()
         self._still = self._quiet = 0.0
         self._watched, self._heard = (world.rank + 1) % world.size, -1
@@ -116,11 +121,19 @@ class Watchdog:
         self._thread.start()
 
     def __enter__(self) -> Watchdog:
+        if not self.world.alone:
+            self._signal = signal.signal(signal.SIGTERM, self._asked)
         return self
+
+    def _asked(self, number: int, frame: object) -> None:
+        if not self.broken():
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
         if self.world.alone:
             return
+        signal.signal(signal.SIGTERM, self._signal)
         if error is None:
             self._leave()
             return
@@ -141,7 +154,7 @@ class Watchdog:
         self._ending.acquire()
         if lost(error):
             why = self._ask(lambda: self._search(error), SEARCH + GRACE) or plain(error)
-            self._shown = UserError(f"{place}: {why}; {KEPT}")
+            self._shown = UserError(f"{place}: {why}; {self._kept()}")
         else:
             self._ask(lambda: self._post(f"rank {self.world.rank} failed {place}: {plain(error)}"), GRACE)
             self._shown = error
@@ -152,6 +165,9 @@ class Watchdog:
         signal's handler may call it: torchrun sends SIGTERM to those whom a dead one leaves."""
         here = [] if self.world.alone else self._peers
         return bool(self._verdict) or not all(lives(one) for one in here)
+
+    def _kept(self) -> str:
+        return KEPT if self.saved() else NOTHING
 
     def _ask(self, question: Callable[[], str], seconds: float) -> str:
         """What the thread answers: it alone talks to the store."""
@@ -185,7 +201,7 @@ class Watchdog:
                 )
         self._known.set()
         if self._ending.acquire(timeout=GRACE):
-            say(f"rank {self.world.rank}: {self._now().place()}: {self._verdict}; {KEPT}")
+            say(f"rank {self.world.rank}: {self._now().place()}: {self._verdict}; {self._kept()}")
         else:
             time.sleep(LINGER)
         os._exit(STATUS)
@@ -216,7 +232,8 @@ class Watchdog:
         if self._quiet > self.timeout:
             kill_stopped(self._peers[self._watched])
             return self._post(self._silent(self._watched, beat, self._quiet))
-        if self._still > self.timeout:
+        # Later than the silence of who is stopped, which is more to say, and ends it.
+        if self._still > self.timeout + 2 * self.interval:
             # Not again at each look: all beats are many.
             self._still *= 0.9
             behind = self._behind() or self._held_up()

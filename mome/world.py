@@ -83,18 +83,20 @@ class World:
         self._host_group = None
 
     @classmethod
-    def join(cls, device: torch.device, timeout: float = 600.0) -> World:
-        """This process's world: as torchrun says, or one process. timeout: seconds that a collective may take.
+    def join(cls, device: torch.device, timeout: float = 600.0, longer: float = 0.0) -> World:
+        """This process's world: as torchrun says, or one process. timeout: seconds in which all must have come;
+        collectives may take so much longer.
 
-        Meets once, so that a broken set-up shows before the first step.
+        Meets once, so that a broken set-up shows before the first step. Raises UserError where they do not come.
         """
         if "RANK" not in os.environ:
             return cls(device=device)
         backend, store = "nccl" if device.type == "cuda" else "gloo", attempt_store(timeout)
-        who = {} if store is None else {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
-        distributed.init_process_group(backend, store=store, timeout=timedelta(seconds=timeout), **who)
+        wait = timedelta(seconds=timeout + longer)
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        distributed.init_process_group(backend, store=store, timeout=wait, rank=rank, world_size=size)
         world = cls(distributed.get_rank(), distributed.get_world_size(), device)
-        world._timeout = timedelta(seconds=timeout)
+        world._timeout = wait
         if not world.alone and world.device.type == "cuda":
             world._host_group = world.new_host_group()
         distributed.all_reduce(torch.ones(1, device=device))

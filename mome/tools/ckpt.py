@@ -52,8 +52,12 @@ def listing(found: Sequence[Path]) -> Iterator[str]:
         if wrong := faults(path):
             yield f"{path.name:16} not whole: {wrong[0]}"
             continue
-        checkpoint, sizes = Checkpoint(path), {name: size for name, (size, _) in marks_of(path).items()}
-        tables = checkpoint.tables().values()
+        try:
+            checkpoint, sizes = Checkpoint(path), {name: size for name, (size, _) in marks_of(path).items()}
+            tables = checkpoint.tables().values()
+        except UserError as error:
+            yield f"{path.name:16} not whole: {str(error).removeprefix(f'{path}/')}"
+            continue
         linked = [part.path.name for files in tables for part in files.parts if part.delta < files.delta]
         whole, old = sum(sizes.values()), sum(sizes[name] for name in linked)
         deltas = max((files.deltas for files in tables), default=0)

@@ -89,7 +89,7 @@ def test_a_rank_that_dies_is_named_by_all_others(fault, far):
     ended = ends({1: fault}, far=far)
     assert ended[1].code == (7 if fault == "exit" else -signal.SIGKILL) and not ended[1].err
     for rank, line in zip((0, 2), one_line(ended, {1})):
-        assert line.startswith((f"main: rank {rank}: in '", f"-c: rank {rank}: in '")) and "--resume" in line
+        assert line.startswith((f"main: rank {rank}: in '", f"-c: rank {rank}: in '")) and "nothing was saved before" in line
         assert "step 5: rank 1 (process " in line
         assert ("has given no sign of life" if far else "died, last seen") in line
     assert max(one.seconds for one in ended) < TIMEOUT + (MORE if far else 1)
@@ -292,8 +292,6 @@ try:
                 os.kill(os.getpid(), getattr(signal, sys.argv[3]))
             time.sleep(0.01)
         world.meet("end")
-    if world.first:
-        restart.forget(folder)
     world.close()
 except UserError as error:
     print(f"main: rank {world.rank}: {error}", file=sys.stderr)
@@ -315,10 +313,10 @@ def test_torchrun_restarts_what_a_kill_ended(tmp_path):
     agent = torchrun(tmp_path, 2, "20", "SIGKILL")
     _, err = agent.communicate(timeout=60)
     assert agent.returncode == 0, err
-    # The first attempt found no pointer and the second one did; the end took it away.
+    # The first attempt found no pointer and the second one did.
     notes = {path.name: path.read_text().split()[1] for path in sorted(tmp_path.glob("?.?"))}
     assert notes == {"0.0": "None", "0.1": "None", "1.0": "run", "1.1": "run"}, err
-    assert not list(tmp_path.glob(".torchrun_*"))
+    assert len(list(tmp_path.glob(".torchrun_*"))) == 1
     # torchrun may be quicker to end the one that is left than that is to say why.
     said = [line for line in err.splitlines() if line.startswith("main: rank 0: ")]
     assert len(said) <= 1 and all("rank 1 (process " in one and "died, last seen" in one for one in said), err
@@ -382,4 +380,14 @@ def test_the_pointer_of_a_job(tmp_path, monkeypatch):
     assert restart.recall(tmp_path) is None
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert restart.recall(tmp_path) is None
-    restart.forget(tmp_path)
+    # What the job trains is part of its name; and who was asked to stop is not started again.
+    restart.remember(tmp_path, run, "seed 0")
+    assert restart.recall(tmp_path, "seed 0") == run and restart.recall(tmp_path, "seed 1") is None
+    restart.remember(tmp_path, run, "seed 0", stopped=True)
+    with pytest.raises(UserError, match="stopped on request, so not started again; go on with --resume"):
+        restart.recall(tmp_path, "seed 0")
+    # What nobody restarts any more is removed when another job begins.
+    (old,) = tmp_path.glob(".torchrun_*")
+    os.utime(old, (1e9, 1e9))
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    assert restart.recall(tmp_path, "seed 1") is None and not old.exists()
