@@ -133,9 +133,31 @@ def test_a_run_goes_on_with_more_ranks_and_with_one(runs, corpus, tmp_path):
     torch.testing.assert_close(numbers(folder), numbers(runs[1][0]), rtol=2e-3, atol=1e-4)
 
 
-def refused(size, words):
+def attempt(number):
+    """What torchrun sets for an attempt of a job."""
+    return {"TORCHELASTIC_RUN_ID": "job", "TORCHELASTIC_RESTART_COUNT": str(number)}
+
+
+def test_a_restart_goes_on_in_the_folder_of_its_job_and_leaves_a_result_and_a_stop_alone(corpus, tmp_path):
+    words = tiny.tiny_flags(corpus, tmp_path, *FLAGS)
+    ranks = start(poisoned, 2, words, "gradient", join=False, env=attempt(0))
+    assert [status for status, _, _ in ranks] == [1, 1]
+    folder = tiny.only_run(tmp_path)
+    # Of another job by the same name there is nothing to go on with.
+    other = on(2, [*words, "--seed", "9", "--steps", "2"], env=attempt(1))
+    assert [status for status, _, _ in other] == [0, 0] and len(list(tmp_path.glob("*_local*"))) == 2
+    ranks = on(2, words, env=attempt(1))
+    assert [status for status, _, _ in ranks] == [0, 0] and f"going on with {folder} after step" in ranks[0][1]
+    again = on(2, words, env=attempt(2))
+    assert [status for status, _, _ in again] == [0, 0] and "has come to its result" in again[0][1]
+    start(stopping, 2, [*words, "--seed", "3"], 3, join=False, env=attempt(0))
+    assert "stopped on request" in refused(2, [*words, "--seed", "3"], env=attempt(1))
+    assert len(list(tmp_path.glob("*_local*"))) == 3
+
+
+def refused(size, words, **named):
     """The one line on stderr of all ranks together."""
-    ranks = on(size, words)
+    ranks = on(size, words, **named)
     assert {status for status, _, _ in ranks} == {1}, ranks
     lines = [line for _, _, err in ranks for line in err.splitlines()]
     assert len(lines) == 1, lines
@@ -150,8 +172,10 @@ def test_a_number_of_ranks_that_cannot_share_the_rows_is_refused_with_those_that
 
 def test_ranks_that_disagree_say_on_what_and_do_not_start(corpus, tmp_path):
     words = tiny.tiny_flags(corpus, tmp_path)
-    err = refused(2, [words, [*words, "--seed", "1", "--memory.ngram.rows", "600"]])
+    err = refused(2, [words, [*words, "--seed", "1", "--memory.ngram.rows", "600", "--paranoid", "3"]])
     assert "--seed on rank 1 (1 instead of 0 on rank 0)" in err and "--memory.ngram.rows on rank 1" in err
+    # Who alone compares weights leaves the others waiting.
+    assert "--paranoid on rank 1" in err
     assert "--model.width" not in err and not list(tmp_path.iterdir())
 
 
