@@ -127,12 +127,27 @@ def test_ranks_train_what_one_process_trains(corpus, tmp_path):
         assert found[0]["cycles"]["ends"] == {2, 4, 5, 6, 9, 12}
 
 
+def deviation(one, other):
+    """How far two outcomes of one process are apart, at most."""
+    pairs = [(torch.tensor(one["metrics"]), torch.tensor(other["metrics"]))]
+    pairs += [(weight, other["weights"][name]) for name, weight in one["weights"].items()]
+    for name, (_, planes) in one["rows"].items():
+        pairs += [(plane, other["rows"][name][1][key]) for key, plane in planes.items()]
+    return max(float((mine.double() - theirs.double()).abs().max()) for mine, theirs in pairs)
+
+
 @pytest.mark.skipif(not MANY, reason="minutes on two cores: MOME_MANY=1 runs it")
 def test_many_ranks_and_more_steps(corpus, tmp_path):
+    """After 60 steps the order of sums shows in one process too, in rows of high learning rates and small gradients: more
+    than 1e-10 apart only where passes of 4 micro-rows in place of 3 part one process by as much."""
     alone = alone_of(corpus, tmp_path / "1", 60)
+    other = start(all_cases, 1, corpus, tmp_path / "other", 60, timeout=900, env={"MOME_TEST_MICRO": "4"})[0]
+    spread = {case: max(1e-10, 10 * deviation(alone[case], other[case])) for case in CASES}
+    print({case: deviation(alone[case], other[case]) for case in CASES})
     for size in (2, 3, 4, 8):
         found = start(all_cases, size, corpus, tmp_path / str(size), 60, timeout=1800)
-        assert_equal(found, alone, size, 1e-10)
+        for case in CASES:
+            assert_equal([{case: rank[case]} for rank in found], {case: alone[case]}, size, spread[case])
 
 
 def errors(found, truth):

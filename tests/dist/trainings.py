@@ -5,6 +5,7 @@ Lives here: what the tests of whole trainings share. Not here: the tests, and st
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ def make(
     config = parse(tiny.tiny_flags(corpus, folder / "runs", *flags)).config
     stages = (Stage(1.0, 24, (16, 32), document_cap=32), Stage(1.0, 24, (16, 32), lr_mul=1.2, document_cap=24))
     config = replace(
-        config, row_tokens=16, steps=steps, micro_batch=3, schedule=replace(config.schedule, stages=stages),
+        config, row_tokens=16, steps=steps, micro_batch=int(os.environ.get("MOME_TEST_MICRO", "3")), schedule=replace(config.schedule, stages=stages),
         memories=config.memories if memories else (),
     )  # fmt: skip
     tables = folder / f"tables_{world.size}"
