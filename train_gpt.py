@@ -419,7 +419,7 @@ def main(words: list[str]) -> int:
     try:
         # A sample may hold what the terminal cannot show.
         if isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(errors="replace")
+            sys.stdout.reconfigure(errors="replace", line_buffering=True)
         # Moments of rarely seen rows become denormal, ten times slower; always on, so that a resumption computes alike.
         torch.set_flush_denormal(True)
         threads.start_over()

@@ -40,7 +40,16 @@ def result_of(
     score: rows of validation, and what is in the memory's place -> Score.
     """
     final = score(config.final_val_rows)
-    knockout = {name: score(config.val_rows, name).val_loss for name in knockouts(parts)}
+    say(f"validation  {final.val_loss:.4f} nats a token  {bits(final)}  over {final.tokens:,} tokens")
+    # A comparison among themselves: never on more rows than the run's own validation.
+    rows, names = min(config.val_rows, config.final_val_rows or config.val_rows), knockouts(parts)
+    if names:
+        say(f"the memory knocked out, on {rows} of the validation rows:")
+    knockout: dict[str, float] = {}
+    for name in names:
+        knockout[name] = score(rows, name).val_loss
+        rise = "" if name == "full" else f"  ({knockout[name] - knockout['full']:+.4f})"
+        say(f"  memory {name.replace('_', ' '):15} {knockout[name]:.4f}{rise}")
     active, memory = parameter_counts(parts.model, parts.memories)
     mine = {
         "tokens": counts["rank_tokens"], "bytes_sent": counts["rank_bytes_sent"], "peak": peak_bytes(world.device),
@@ -55,12 +64,6 @@ def result_of(
         "world": world.size, **{f"rank_{key}": [one[key] for one in ranks] for key in mine if key != "peak"},
         "knockout": knockout,
     }  # fmt: skip
-    say(f"validation  {final.val_loss:.4f} nats a token  {bits(final)}  over {final.tokens:,} tokens")
-    if knockout:
-        say(f"the memory knocked out, on {config.val_rows} of the validation rows:")
-    for name, loss in knockout.items():
-        rise = "" if name == "full" else f"  ({loss - knockout['full']:+.4f})"
-        say(f"  memory {name.replace('_', ' '):15} {loss:.4f}{rise}")
     if world.first:
         folder.log_validation(counts["step"], final.val_loss, final.val_bpb)
         write_json(folder.path / "result.json", result)

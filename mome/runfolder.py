@@ -154,7 +154,8 @@ class RunFolder:
                 first = environment
             changed = {key: environment[key] for key in DECISIVE if environment[key] != first.get(key)}
             if changed:
-                say(f"not as at the start of this run, so not bit for bit what it would have been: {changed}")
+                was = "; ".join(f"{key} {first.get(key)} -> {value}" for key, value in changed.items())
+                say(f"not as at the start of this run, so equal up to rounding and not bit for bit: {was}")
                 write_json(path, first | {"resumed": [*first.get("resumed", []), changed]})
         else:
             write_json(path, environment)

@@ -129,7 +129,7 @@ def test_a_run_goes_on_with_more_ranks_and_with_one(runs, corpus, tmp_path):
         ranks = start(stopping, size, ["--resume", str(folder)], 7 if size == 4 else 99, join=False)
         assert {status for status, _, _ in ranks} == ({128 + signal.SIGTERM} if size == 4 else {0}), ranks
         if size == 4:
-            assert "not as at the start of this run" in ranks[0][1] and "'world': 4" in ranks[0][1]
+            assert "not as at the start of this run" in ranks[0][1] and "world 2 -> 4" in ranks[0][1]
     torch.testing.assert_close(numbers(folder), numbers(runs[1][0]), rtol=2e-3, atol=1e-4)
 
 
